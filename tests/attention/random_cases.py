@@ -27,7 +27,7 @@ from torch import Tensor
 from cs336_systems.attention import FlashAttentionPyTorch, FlashAttentionTriton
 from cs336_systems.attention.baselines import sdpa
 from cs336_systems.attention.plain import plain_attention
-from cs336_systems.checks.accuracy import EPS, compare, random_on
+from cs336_systems.checks.accuracy import EPS, Reference, Trial, compare, random_on
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_SIZES = (16, 32, 33, 40, 64, 64, 80, 96, 128, 128, 256)
@@ -188,9 +188,9 @@ def one_case(form: Form, draw: random.Random, generator: torch.Generator, longes
     def torchs_own(*inputs: Tensor) -> Tensor:
         return yardstick(*inputs, form.is_causal)
 
-    options = {"where": where, "torchs_own": torchs_own, "rounding": rounding}
+    reference = Reference(formula, torchs_own=torchs_own, rounding=rounding)
     # It compares as it is iterated over, and raises.
-    list(compare(ours, formula, inputs, d_o, **options))
+    list(compare(ours, Trial(inputs, d_o, where), reference))
 
 
 def check_zero_gradients(

@@ -4,8 +4,8 @@ PyTorch's operations get the same tensors in the same dtype, so there is no tole
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -23,33 +23,113 @@ EPS = torch.finfo(torch.float32).eps
 
 def random_on(device: str | torch.device | None, seed: int | None) -> torch.Generator:
     """A generator on a device, by default the GPU when there is one; by default of a new seed."""
-    generator = torch.Generator(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    generator.seed() if seed is None else generator.manual_seed(seed)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator(device)
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
     return generator
 
 
+@dataclass(frozen=True)
+class Trial:
+    """What a function and its gradients are tried with: inputs by name, and the gradient of the output.
+
+    where, output: of messages, "{output} of {where} is off by ...".
+    """
+
+    inputs: dict[str, Tensor]
+    d_output: Tensor
+    where: str
+    output: str = "output"
+
+    def converted(self, convert: Callable[[Tensor], Tensor]) -> "Trial":
+        """The same with other floating-point tensors; those that require a gradient still do."""
+        inputs = dict(self.inputs)
+        for name, x in self.inputs.items():
+            if x.is_floating_point():
+                inputs[name] = convert(x.detach()).requires_grad_(x.requires_grad)
+        return replace(self, inputs=inputs, d_output=convert(self.d_output))
+
+    def results(
+        self, function: Callable[..., Tensor], again: Callable[..., Tensor] | None = None
+    ) -> dict[str, Tensor | None]:
+        """The output by its name, and as "dx" the gradient of each input x that requires one.
+
+        again: called with other inputs between forward and backward.
+        """
+        copies = {
+            name: x.detach().clone().requires_grad_(x.requires_grad)
+            for name, x in self.inputs.items()
+        }
+        label = f"{self.output} of {self.where}"
+        output = function(*copies.values())
+        assert_tensor(label, output, self.d_output)
+        for name, x in copies.items():
+            unchanged = torch.equal(x, self.inputs[name])
+            assert unchanged, f"{label}: {name} was overwritten; clone it first"
+        if any(x.requires_grad for x in copies.values()):
+            if again:
+                again(*map(_flipped, copies.values()))
+            output.backward(self.d_output)
+        gradients = {f"d{name}": x.grad for name, x in copies.items() if x.requires_grad}
+        return {self.output: output.detach()} | gradients
+
+
+class Exact(NamedTuple):
+    """A result in float64, and the norm that its errors are relative to."""
+
+    tensor: Tensor
+    norm: Tensor
+
+    def error_of(self, result: Tensor) -> float:
+        return ((result.double() - self.tensor).norm() / self.norm).item()
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What is exact, and how far off PyTorch's own results are.
+
+    formula: exact in float64. torchs_own: the reference for errors; None is the formula in the dtype of the
+    inputs. by_magnitude: errors are relative to the formula of the magnitudes, for sums whose terms cancel.
+    rounding: the rounding floor (relative); None is twice what rounding the inputs to float32 changes.
+    """
+
+    formula: Callable[..., Tensor]
+    torchs_own: Callable[..., Tensor] | None = None
+    by_magnitude: bool = False
+    rounding: float | None = None
+
+    def exact(self, trial: Trial) -> dict[str, Exact]:
+        results = trial.converted(Tensor.double).results(self.formula)
+        terms = results
+        if self.by_magnitude:
+            terms = trial.converted(lambda x: x.double().abs()).results(self.formula)
+        smallest = torch.finfo(torch.float32).tiny
+        norms = {name: x.norm().clamp_min(smallest) for name, x in terms.items()}
+        return {name: Exact(x, norms[name]) for name, x in results.items()}
+
+    def errors(self, trial: Trial, exact: dict[str, Exact]) -> dict[str, float]:
+        """The relative error of each of PyTorch's results, or the rounding floor."""
+        results = trial.results(self.torchs_own or self.formula)
+        floors = dict.fromkeys(exact, self.rounding)
+        if self.rounding is None:
+            nearby = trial.converted(_rounded).results(self.formula)
+            floors = {name: 2 * exact[name].error_of(x) for name, x in nearby.items()}
+        return {
+            name: max(exact[name].error_of(x), floors[name], 2 * EPS) for name, x in results.items()
+        }
+
+
 def compare(
-    function: Callable[..., Tensor],
-    formula: Callable[..., Tensor],
-    inputs: dict[str, Tensor],
-    d_output: Tensor,
-    *,
-    where: str,
-    output: str = "output",
-    torchs_own: Callable[..., Tensor] | None = None,
-    by_magnitude: bool = False,
-    rounding: float | None = None,
-    allowed_error: float | None = None,
-    again: Callable[..., Tensor] | None = None,
+    function: Callable[..., Tensor], trial: Trial, reference: Reference, *,
+    allowed_error: float | None = None, again: Callable[..., Tensor] | None = None,
     diagnose: Callable[[str, Tensor, Tensor, float], str] = lambda *_: "",
-) -> Iterator[dict[str, str | float]]:
-    """Compare function(*inputs), and the gradients of what requires one, with the formula in float64.
+) -> Iterator[dict[str, str | float]]:  # fmt: skip
+    """Compare a function of the inputs, and the gradients of those that require one, with the reference.
 
     Args:
-        where, output: of messages, "{output} of {where} is off by ...".
-        torchs_own: the reference for errors; None is the formula in the dtype of the inputs.
-        by_magnitude: errors are relative to the formula of the magnitudes, for sums whose terms cancel.
-        rounding: the rounding floor (relative); None is twice what rounding the inputs to float32 changes.
         allowed_error: relative, instead of twice PyTorch's own.
         again: called with other inputs between forward and backward; None is the function.
         diagnose: of a result by its name, the exact one and its error, the usual reason.
@@ -61,76 +141,49 @@ def compare(
         AssertionError: a result is missing, of the wrong shape or dtype, not finite, or too far off, or an
             input was overwritten.
     """
-
-    def results(
-        of: Callable, change: Callable, again: Callable = lambda *_: None
-    ) -> list[Tensor | None]:
-        given = {
-            name: change(x.detach()) if x.is_floating_point() else x for name, x in inputs.items()
-        }
-        own = {
-            name: x.clone().requires_grad_(inputs[name].requires_grad) for name, x in given.items()
-        }
-        found, d_found = of(*own.values()), change(d_output)
-        assert_tensor(f"{output} of {where}", found, d_found)
-        for name, x in own.items():
-            assert torch.equal(x, given[name]), (
-                f"{output} of {where}: {name} was overwritten; clone it first"
-            )
-        if differentiable := [x for x in own.values() if x.requires_grad]:
-            again(
-                *(
-                    x.detach().flip(*range(x.dim())).requires_grad_(x.requires_grad)
-                    for x in own.values()
-                )
-            )
-            strided = torch.stack((d_found, d_found), -1)[
-                ..., 0
-            ]  # autograd promises nothing contiguous
-            found.backward(d_found if change is Tensor.contiguous else strided)
-        return [found.detach(), *(x.grad for x in differentiable)]
-
     again = again or function
-    ours, torchs = (
-        results(function, Tensor.clone, again),
-        results(torchs_own or formula, Tensor.clone),
-    )
-    exact = results(formula, Tensor.double)
-    rounded = results(formula, _rounded) if rounding is None else exact
-    sizes = results(formula, lambda x: x.double().abs()) if by_magnitude else exact
-    easier = {  # what is said of a function that is right where less is asked
-        ". One call at a time is right: keep in ctx alone what backward needs": [Tensor.clone],
-        ". Contiguous tensors give what is right: read others by their strides": [
-            Tensor.contiguous,
-            again,
-        ],
-    }
-    names = [output, *(f"d{name}" for name, x in inputs.items() if x.requires_grad)]
-    for name, *found, size in zip(names, ours, torchs, rounded, exact, sizes, strict=True):
-        label, wanted = f"{name} of {where}", found[-1]
-        assert found[0] is not None, f"{label} is missing"
-        size = size.norm().clamp_min(torch.finfo(torch.float32).tiny)
-        error, torch_error, changed, _ = (
-            ((x.double() - wanted).norm() / size).item() for x in found
-        )
-        torch_error = max(torch_error, rounding or 2 * changed, 2 * EPS)
-        reference = (
-            "as given" if allowed_error else f"{ALLOWED_RATIO:g} times what PyTorch's own is off"
-        )
+    trial = replace(trial, d_output=_strided(trial.d_output))
+    results = trial.results(function, again)
+    exact = reference.exact(trial)
+    torch_errors = reference.errors(trial, exact)
+    standard = "as given" if allowed_error else f"{ALLOWED_RATIO:g} times what PyTorch's own is off"
+    for name, result in results.items():
+        label = f"{name} of {trial.where}"
+        assert result is not None, f"{label} is missing"
+        error = exact[name].error_of(result)
+        torch_error = torch_errors[name]
         allowed = allowed_error or ALLOWED_RATIO * torch_error
         if not error <= allowed:
-            reason = diagnose(name, found[0], wanted, error)
-            for told, how in () if reason else easier.items():
-                x = results(function, *how)[names.index(name)]
-                reason = told if (x.double() - wanted).norm() <= allowed * size else reason
-            off = f"off by {error:.2g} (relative); allowed: {allowed:.2g}, {reference}{reason}"
-            raise AssertionError(f"{label} is {off}")
-        yield {
-            "tensor": name,
-            "error": error,
-            "torch_error": torch_error,
-            "ratio": error / torch_error,
-        }
+            reason = diagnose(name, result, exact[name].tensor, error)
+            if not reason:
+                reason = excuse(function, again, trial, name, exact[name], allowed)
+            numbers = f"{error:.2g} (relative); allowed: {allowed:.2g}, {standard}"
+            raise AssertionError(f"{label} is off by {numbers}{reason}")
+        line = {"tensor": name, "error": error, "torch_error": torch_error}
+        yield line | {"ratio": error / torch_error}
+
+
+def excuse(
+    function: Callable, again: Callable, trial: Trial, name: str, exact: Exact, allowed: float
+) -> str:
+    """What is said of a function whose result of that name is right where less is asked; else nothing."""
+    contiguous = trial.converted(Tensor.contiguous).results(function, again)
+    if exact.error_of(contiguous[name]) <= allowed:
+        return ". Contiguous tensors give what is right: read others by their strides"
+    one_call = trial.results(function)
+    if exact.error_of(one_call[name]) <= allowed:
+        return ". One call at a time is right: keep in ctx alone what backward needs"
+    return ""
+
+
+def _strided(x: Tensor) -> Tensor:
+    """The same numbers, every second one in memory: autograd promises nothing contiguous."""
+    return torch.stack((x, x), -1)[..., 0]
+
+
+def _flipped(x: Tensor) -> Tensor:
+    dimensions = range(x.dim())
+    return x.detach().flip(*dimensions).requires_grad_(x.requires_grad)
 
 
 def _rounded(x: Tensor) -> Tensor:
@@ -145,21 +198,23 @@ class Fused:
     """What a fused kernel is tried with.
 
     plain: the same of PyTorch's operations. tensors: names of its inputs; of a capital ones without gradient.
-    make: shape and generator -> the inputs. shapes: to check.
+    make: shape and generator -> the inputs. shapes: to check. by_magnitude: see `Reference`.
     """
 
     plain: Callable[..., Tensor]
     tensors: tuple[str, ...]
     make: Callable[[tuple[int, ...], torch.Generator], list[Tensor]]
     shapes: tuple[tuple[int, ...], ...]
+    by_magnitude: bool = False
 
     def inputs(
         self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
     ) -> list[Tensor]:
         """Random inputs on the generator's device, those with a gradient in the dtype."""
         with generator.device:
-            made = zip(self.tensors, self.make(shape, generator), strict=True)
-            return [x.to(dtype) if own.islower() else x for own, x in made]
+            inputs = self.make(shape, generator)
+        named = zip(self.tensors, inputs, strict=True)
+        return [x.to(dtype) if name.islower() else x for name, x in named]
 
     def check(
         self,
@@ -169,44 +224,43 @@ class Fused:
         dtype=torch.float32,
         device=None,
         seed=None,
-        **how,
     ) -> pd.DataFrame:
-        """As `check_fused`; `label` is for messages, and `compare` takes more."""
-        generator, lines = random_on(device, seed), []
+        """As `check_fused`; `label` is for messages."""
+        generator = random_on(device, seed)
+        reference = Reference(self.plain, by_magnitude=self.by_magnitude)
+        lines = []
         for shape in shapes or self.shapes:
             inputs = dict(zip(self.tensors, self.inputs(shape, dtype, generator), strict=True))
             output = self.plain(*inputs.values())
-            d_output = torch.randn(output.shape, generator=generator, device=output.device).to(
-                output.dtype
-            )
-            for tensor, x in inputs.items():
-                x.requires_grad_(tensor.islower())
-            compared = compare(
-                function, self.plain, inputs, d_output, where=f"{label} {shape}", **how
-            )
-            lines += [{"shape": str(shape)} | line for line in compared]
+            noise = torch.randn(output.shape, generator=generator, device=output.device)
+            for name, x in inputs.items():
+                x.requires_grad_(name.islower())
+            trial = Trial(inputs, noise.to(output.dtype), where=f"{label} {shape}")
+            lines += [{"shape": str(shape)} | line for line in compare(function, trial, reference)]
         return pd.DataFrame(lines)
 
 
 def _plain_linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """From logits in the dtype of the hidden states, in float32 from there on, as in the model."""
-    return F.cross_entropy(at_least_float32(hidden @ weight.T).flatten(0, -2), targets.flatten())
+    logits = at_least_float32(hidden @ weight.T)
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 def _rotary_inputs(shape: tuple[int, ...], generator: torch.Generator) -> list[Tensor]:
-    angles = 1000 * torch.rand(
-        shape[-2] + 3, shape[-1] // 2, generator=generator, dtype=torch.float32
-    )
+    *_, positions, d = shape
+    angles = 1000 * torch.rand(positions + 3, d // 2, generator=generator, dtype=torch.float32)
     return [torch.randn(shape, generator=generator), angles.cos(), angles.sin()]
 
 
 def _loss_inputs(shape: tuple[int, ...], generator: torch.Generator) -> list[Tensor]:
     """shape: of the hidden states, and the size of the vocabulary."""
     *leading, d, vocabulary = shape
-    hidden, weight = (torch.randn(*n, d, generator=generator) for n in (leading, (vocabulary,)))
+    hidden = torch.randn(*leading, d, generator=generator)
+    weight = torch.randn(vocabulary, d, generator=generator)
     targets = torch.randint(vocabulary, leading, generator=generator)
     ignored = torch.rand(leading, generator=generator) < 0.2
-    ignored.view(-1)[:1] = False  # one at least counts
+    # One at least counts.
+    ignored.view(-1)[:1] = False
     return [hidden, weight * 2 / d**0.5, targets.masked_fill(ignored, IGNORED)]
 
 
@@ -217,7 +271,8 @@ def fused_kernel(name: str) -> Callable[..., Tensor]:
     from cs336_systems.kernels.swiglu import swiglu
     from cs336_systems.training.linear_cross_entropy import linear_cross_entropy
 
-    return {each.__name__: each for each in (rms_norm, rotary, swiglu, linear_cross_entropy)}[name]
+    kernels = (rms_norm, rotary, swiglu, linear_cross_entropy)
+    return {kernel.__name__: kernel for kernel in kernels}[name]
 
 
 FUSED: dict[str, Fused] = {
@@ -255,6 +310,7 @@ _WEIGHTED_SUM = Fused(
     ("x", "w"),
     FUSED["rms_norm"].make,
     ((64, 128), (37, 100), (1, 1500), (300, 1), (2, 3, 5, 33), (7,)),
+    by_magnitude=True,
 )
 
 
@@ -283,4 +339,4 @@ def check_weighted_sum(
     weighted_sum: Callable[[Tensor, Tensor], Tensor], **how: Any
 ) -> pd.DataFrame:
     """As `check_fused`: weighted_sum(x, w) of x (..., d) and w (d,) returns (...)."""
-    return _WEIGHTED_SUM.check("x", weighted_sum, by_magnitude=True, **how)
+    return _WEIGHTED_SUM.check("x", weighted_sum, **how)

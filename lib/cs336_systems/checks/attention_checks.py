@@ -19,7 +19,7 @@ from cs336_systems.attention.baselines import sdpa, torch_softmax
 from cs336_systems.attention.implementations import ATTENTION
 from cs336_systems.attention.inputs import AttentionFunction
 from cs336_systems.attention.plain import causal_mask
-from cs336_systems.checks.accuracy import EPS, compare, random_on
+from cs336_systems.checks.accuracy import EPS, Reference, Trial, compare, random_on
 from cs336_systems.checks.exercise import assert_tensor
 
 
@@ -71,19 +71,21 @@ def check_attention(
     if isinstance(attention, str):
         check_choice("attention", attention, ATTENTION)
         attention = ATTENTION[attention].load()
-    generator, lines = random_on(device, seed), []
+    generator = random_on(device, seed)
+    lines = []
     for case in cases:
-        *inputs, do = _random_inputs(case, generator, dtype)
+        *inputs, d_output = _random_inputs(case, generator, dtype)
+        inputs = {name: x.requires_grad_(backward) for name, x in zip("QKV", inputs, strict=True)}
         half_on_cpu = generator.device.type == "cpu" and dtype.itemsize == 2
-        compared = compare(
-            lambda q, k, v, case=case: attention(q, k, v, case.is_causal),
+        reference = Reference(
             partial(torch_softmax, is_causal=case.is_causal),
-            {name: x.requires_grad_(backward) for name, x in zip("QKV", inputs, strict=True)},
-            do,
-            where=f"case {case.name!r}",
-            output="O",
             torchs_own=None if half_on_cpu else partial(sdpa, is_causal=case.is_causal),
             rounding=_rounding(case, generator.device),
+        )
+        compared = compare(
+            lambda q, k, v, case=case: attention(q, k, v, case.is_causal),
+            Trial(inputs, d_output, f"case {case.name!r}", "O"),
+            reference,
             allowed_error=allowed_error,
             again=lambda q, k, v: attention(q, k, v, True),  # a mask is no state either
             diagnose=partial(_diagnose, case),
@@ -104,34 +106,34 @@ def check_logsumexp(
     """
     case = AttentionCase("logsumexp", leading=(2,), n_queries=96, n_keys=128, is_causal=is_causal)
     q, k, v, _ = _random_inputs(case, random_on(device, None), torch.float32)
-    output = attention(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), is_causal)
+    for x in (q, k, v):
+        x.requires_grad_()
+    output = attention(q, k, v, is_causal)
     assert_tensor("O", output, q)
     rows = output.shape[:-1]
     saved = [x for x in getattr(output.grad_fn, "saved_tensors", ()) if x.shape == rows]
-    assert len(saved) == 1, (
-        f"{len(saved)} saved tensors have shape {tuple(rows)}; allowed: exactly one"
-    )
+    count = len(saved)
+    assert count == 1, f"{count} saved tensors have shape {tuple(rows)}; allowed: exactly one"
     visible = causal_mask(case.n_queries, case.n_keys, device=q.device) | (not is_causal)
-    scores = (q.double() @ k.double().mT / math.sqrt(case.d)).masked_fill(~visible, -math.inf)
-    error = (saved[0].double() - scores.logsumexp(-1)).abs().max().item()
-    assert error < 1e-2, (
-        f"the saved logsumexp is off by {error:.2g}; allowed: the natural logarithm"
-    )
+    scores = q.double() @ k.double().mT / math.sqrt(case.d)
+    exact = scores.masked_fill(~visible, -math.inf).logsumexp(-1)
+    error = (saved[0].double() - exact).abs().max().item()
+    off = f"the saved logsumexp is off by {error:.2g}; allowed: the natural logarithm"
+    assert error < 1e-2, off
 
 
 def _random_inputs(
     case: AttentionCase, generator: torch.Generator, dtype: torch.dtype
 ) -> list[Tensor]:
-    shapes = [
-        (*case.leading, n, case.d)
-        for n in (case.n_queries, case.n_keys, case.n_keys, case.n_queries)
-    ]
+    lengths = (case.n_queries, case.n_keys, case.n_keys, case.n_queries)
     q, k, v, do = (
-        torch.randn(shape, generator=generator, device=generator.device) for shape in shapes
+        torch.randn(*case.leading, n, case.d, generator=generator, device=generator.device)
+        for n in lengths
     )
     q *= case.logit_scale
     if case.n_padding:
-        q[..., 0], k[..., 0] = 64.0, 0.0
+        q[..., 0] = 64.0
+        k[..., 0] = 0.0
         k[..., : case.n_padding, 0] = max(-1e38, torch.finfo(dtype).min)
     if case.transposed:
         q, k, v = (x.transpose(0, -2).contiguous().transpose(0, -2) for x in (q, k, v))
@@ -159,7 +161,8 @@ def _diagnose(case: AttentionCase, name: str, ours: Tensor, exact: Tensor, error
     if abs(factor - 1) > 0.1 and (ours - factor * exact).norm() < 0.01 * exact.norm():
         return f". It is {factor:.3g} times what it should be: is the scale there as often as in the formula?"
     difference = (ours.double() - exact).reshape(-1, *exact.shape[-2:])
-    sequences, rows = difference.norm(dim=(1, 2)), difference.norm(dim=(0, 2))
+    sequences = difference.norm(dim=(1, 2))
+    rows = difference.norm(dim=(0, 2))
     if sequences[0] < 0.01 * sequences.max():
         return ". The first sequence is right, others are not: are batch and queries flattened together?"
     if name == "O" and rows[0] < 0.01 * rows.max():

@@ -7,7 +7,7 @@ native functions, which take arrays of addresses and of masks.
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +32,9 @@ def inside_tensors(report: Callable[[str], None] = print) -> Iterator[None]:
     An error of the watcher is never one of the kernel, which runs unwatched; `report` gets a line about it.
     """
     interpreter = sys.modules.get("triton.runtime.interpreter")
-    name, extents, unwatched = "kernels", list[tuple[int, int]](), dict[str, Exception]()
+    name = "kernels"
+    extents = list[tuple[int, int]]()
+    unwatched = dict[str, Exception]()
 
     def watched(original: Callable, does: str, addresses: int, mask: int | None) -> Callable:
         def access(*args: Any, **by_name: Any) -> Any:
@@ -44,40 +46,42 @@ def inside_tensors(report: Callable[[str], None] = print) -> Iterator[None]:
                     outside = _outside(places[np.broadcast_to(wanted, places.shape)], extents)
             except Exception as error:
                 unwatched[name] = error
-            assert not outside, (
-                f"{name} {does} {outside} numbers outside its tensors: "
-                "is the place right, and are both edges masked?"
-            )
+            where = f"{name} {does} {outside} numbers outside its tensors"
+            assert not outside, f"{where}: is the place right, and are both edges masked?"
             return original(*args, **by_name)
 
         return access
 
-    def to_host(executor: Any, *given: Any) -> Any:
+    def to_host(executor: Any, *device_arguments: Any) -> Any:
         nonlocal name, extents
-        host = arguments_of(executor, *given)
+        arguments = to_host_of_triton(executor, *device_arguments)
         try:
             name = executor.fn.__name__
-            extents = _extents([*host[0], *host[1].values()])
+            extents = _extents(arguments)
         except Exception as error:
             unwatched[name] = error
-        return host
+        return arguments
 
     with contextlib.ExitStack() as patches:
         try:
-            native, arguments_of = interpreter._interpreter, interpreter.GridExecutor._init_args_hst
+            native = interpreter._interpreter
+            executor_class = interpreter.GridExecutor
+            to_host_of_triton = executor_class._init_args_hst
             accesses = {
-                each: watched(getattr(native, each), *how) for each, how in _ACCESSES.items()
+                access: watched(getattr(native, access), *places)
+                for access, places in _ACCESSES.items()
             }
             patches.enter_context(patch.multiple(native, **accesses))
-            patches.enter_context(patch.object(interpreter.GridExecutor, "_init_args_hst", to_host))
+            patches.enter_context(patch.object(executor_class, "_init_args_hst", to_host))
         except AttributeError as error:
-            if interpreter:  # of another version of Triton
+            # Of another version of Triton.
+            if interpreter:
                 unwatched[name] = error
         try:
             yield
         finally:
-            for each, error in unwatched.items():
-                report(f"· {each}: not watched for accesses outside its tensors ({error})")
+            for kernel, error in unwatched.items():
+                report(f"· {kernel}: not watched for accesses outside its tensors ({error})")
 
 
 def _outside(places: np.ndarray, extents: list[tuple[int, int]]) -> int:
@@ -87,20 +91,21 @@ def _outside(places: np.ndarray, extents: list[tuple[int, int]]) -> int:
     return int(np.sum(~inside))
 
 
-def _extents(arguments: Iterable[Any]) -> list[tuple[int, int]]:
+def _extents(arguments: Any) -> list[tuple[int, int]]:
     """The addresses of each tensor's first number and behind its last; an error if integers may be some."""
-    extents, integers = [], [0]
-    for leaf in tree_leaves([*arguments]):
-        x = getattr(leaf, "base", leaf)  # of a descriptor or a wrapper: its tensor
+    extents = []
+    largest = 0
+    for leaf in tree_leaves(arguments):
+        # Of a descriptor or a wrapper: its tensor.
+        x = getattr(leaf, "base", leaf)
         if isinstance(x, int):
-            integers.append(x)
+            largest = max(largest, x)
         elif isinstance(x, Tensor) and x.numel():
-            last = sum(
-                (size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)
-            )
+            steps = zip(x.shape, x.stride(), strict=True)
+            last = sum((size - 1) * stride for size, stride in steps)
             extents.append((x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()))
             if x.dtype in (torch.int64, torch.uint64):
-                integers.append(int(x.max()))
-    if extents and max(integers) >= min(extents)[0] // 2:
+                largest = max(largest, int(x.max()))
+    if extents and largest >= min(extents)[0] // 2:
         raise ValueError("it may take addresses from integers")
     return extents

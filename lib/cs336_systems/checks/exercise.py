@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cs336_systems.checks.bounds import inside_tensors
 
+_MARKS = {True: "✓", False: "✗", None: "·"}
 _VERDICTS = {True: "right", False: "not right", None: "not yet"}
 # As a stub raises it, here, in another process or inside a kernel; PyTorch's own have a message.
 _NOT_WRITTEN = re.compile(r"NotImplementedError(\(\))?:?['\")]*\s*$", re.MULTILINE)
@@ -28,6 +29,7 @@ _NOTHING = "nothing is returned; is a `return` missing?"
 _NONE = "; a missing `return`, a gradient that is not there, a message without async_op=True?"
 TIMEOUT_S = 75.0  # more than the time limit of ranks, whose message says where they are
 _MOST_PRINTED = 20_000  # characters that a step passes on of what the code inside prints
+_REST = "\n... the rest of what is printed here is not shown\n"
 
 
 class Property(NamedTuple):
@@ -42,10 +44,8 @@ class Property(NamedTuple):
 
     def line(self) -> str:
         """To be shown."""
-        sign = {True: "✓", False: "✗", None: "·"}[self.holds]
-        return f"{sign} {self.name}" + (
-            f": {self.diagnosis}" if self.diagnosis and not self.holds else ""
-        )
+        diagnosis = f": {self.diagnosis}" if self.diagnosis and not self.holds else ""
+        return f"{_MARKS[self.holds]} {self.name}{diagnosis}"
 
 
 class StepCheck:
@@ -57,52 +57,55 @@ class StepCheck:
 
     def __call__(self, property: str, holds: Any, diagnosis: str = "") -> None:
         """Show a property; `holds` is anything true or false, `diagnosis` the usual reason if false."""
-        show(Property(property, bool(holds), diagnosis).line())
-        self.passed = self.passed and bool(holds)
+        shown = Property(property, bool(holds), diagnosis)
+        show(shown.line())
+        self.passed = self.passed and shown.holds
 
     def note(self, property: str, holds: Any, hint: str) -> None:
         """Show a property that the assignment does not ask for: without it the step can still be right."""
         show(f"✓ {property}" if holds else f"· not asked for, {property}: {hint}")
 
     def close(
-        self, property: str, found: Any, wanted: Tensor, diagnosis: str = "", **tolerance
+        self, property: str, result: Any, wanted: Tensor, diagnosis: str = "", **tolerance
     ) -> None:
         """Show whether a tensor, or a number, is the wanted one by torch.allclose.
 
         AssertionError: it is None, no tensor, of another shape, dtype or device, or not finite.
         """
-        found = torch.tensor(found, dtype=wanted.dtype) if isinstance(found, int | float) else found
-        assert_tensor(property, found, wanted)
-        finite = bool(found.isfinite().all()) or not wanted.isfinite().all()
-        assert finite, f"{property}: it has NaN or infinities" + (
-            f"; {diagnosis}" if diagnosis else ""
-        )
-        self(property, torch.allclose(found, wanted, **tolerance), diagnosis)
+        if isinstance(result, int | float):
+            result = torch.tensor(result, dtype=wanted.dtype)
+        assert_tensor(property, result, wanted)
+        finite = result.isfinite().all() or not wanted.isfinite().all()
+        hint = f"; {diagnosis}" if diagnosis else ""
+        assert finite, f"{property}: it has NaN or infinities{hint}"
+        self(property, torch.allclose(result, wanted, **tolerance), diagnosis)
 
-    def equal(self, property: str, found: Any, wanted: Any, diagnosis: str = "") -> None:
+    def equal(self, property: str, result: Any, wanted: Any, diagnosis: str = "") -> None:
         """Show whether what was returned is what was wanted, and if not, what it was. None is an error."""
-        assert found is not None, f"{property}: {_NOTHING}"
-        self(property, found == wanted, f"{found!r:.80}" + (f"; {diagnosis}" if diagnosis else ""))
+        assert result is not None, f"{property}: {_NOTHING}"
+        hint = f"; {diagnosis}" if diagnosis else ""
+        self(property, result == wanted, f"{result!r:.80}{hint}")
 
     def keeps(self, **tensors: Tensor) -> None:
         """The step is right only if these hold in the end what they hold now."""
         self.kept += [(name, tensor, tensor.detach().clone()) for name, tensor in tensors.items()]
 
 
-def assert_tensor(what: str, found: Any, wanted: Tensor) -> None:
+def assert_tensor(what: str, result: Any, wanted: Tensor) -> None:
     """AssertionError: what was returned is None, no tensor, or of another device, shape or dtype."""
-    assert found is not None, f"{what}: {_NOTHING}"
-    assert isinstance(found, Tensor), (
-        f"{what}: {type(found).__name__} is returned; wanted: a tensor"
-    )
-    assert found.device == wanted.device, f"{what} is on {found.device}; wanted: on {wanted.device}"
-    kind, right = (f"{tuple(x.shape)}, {x.dtype}" for x in (found, wanted))
+    assert result is not None, f"{what}: {_NOTHING}"
+    kind = type(result).__name__
+    assert isinstance(result, Tensor), f"{what}: {kind} is returned; wanted: a tensor"
+    place = f"on {result.device}; wanted: on {wanted.device}"
+    assert result.device == wanted.device, f"{what} is {place}"
+    kind, right = (f"{tuple(x.shape)}, {x.dtype}" for x in (result, wanted))
     assert kind == right, f"{what} is {kind}; wanted: {right}"
 
 
 def show(line: str) -> None:
     """Print a line that no step cuts off."""
-    getattr(sys.stdout.write, "uncut", sys.stdout.write)(f"{line}\n")
+    write = getattr(sys.stdout.write, "uncut", sys.stdout.write)
+    write(f"{line}\n")
 
 
 @contextlib.contextmanager
@@ -114,26 +117,27 @@ def step(name: str, timeout_s: float = TIMEOUT_S) -> Iterator[StepCheck]:
     Triton's interpreter cannot reach beyond their tensors; of very long output only the beginning is printed.
     Python code counts as hanging after timeout_s seconds.
     """
-    found = StepCheck()
+    check = StepCheck()
     try:
         with _limited(timeout_s), _cut(sys.stdout), _cut(sys.stderr), inside_tensors(show):
-            yield found
-            for tensor, now, before in found.kept:
+            yield check
+            for tensor, now, before in check.kept:
                 if not torch.equal(now, before):
-                    found(f"{tensor} stays as it was", False, "it was overwritten; clone it first")
+                    check(f"{tensor} stays as it was", False, "it was overwritten; clone it first")
     except _Interrupted:
         raise
     except BaseException as error:
         mistake = _sentence(error)
-        found.passed = None if _NOT_WRITTEN.search(mistake) else False
-        first = mistake.partition("\n\n")[0]  # without the stacks of other processes
-        if found.passed is False:
-            show(f"✗ {first:.2000}" + (_NONE if "NoneType" in first else ""))
-    verdict = f"{name}: {_VERDICTS[found.passed]}"
+        check.passed = None if _NOT_WRITTEN.search(mistake) else False
+        # Without the stacks of other processes.
+        first = mistake.partition("\n\n")[0]
+        if check.passed is False:
+            hint = _NONE if "NoneType" in first else ""
+            show(f"✗ {first:.2000}{hint}")
+    verdict = f"{name}: {_VERDICTS[check.passed]}"
     show(verdict)
-    if not found.passed and os.environ.get(
-        "NBGRADER_EXECUTION"
-    ):  # nbgrader gives no point for an error
+    # nbgrader gives no point where a cell raises an error, and only there.
+    if not check.passed and os.environ.get("NBGRADER_EXECUTION"):
         raise AssertionError(verdict)
 
 
@@ -146,7 +150,8 @@ class _Interrupted(KeyboardInterrupt):
 
 
 def _sentence(error: BaseException) -> str:
-    while type(error).__name__ == "InterpreterError" and error.__cause__:  # around what was raised
+    # Triton's, around what was raised.
+    while type(error).__name__ == "InterpreterError" and error.__cause__:
         error = error.__cause__
     kind = type(error).__name__
     if not isinstance(error, Exception | _TimeIsUp):
@@ -167,36 +172,34 @@ def _limited(timeout_s: float) -> Iterator[None]:
             raise _Interrupted
         raise _TimeIsUp(f"not done within {timeout_s:g} s; does a loop never end?")
 
-    if (
-        not hasattr(signal, "setitimer")
-        or threading.current_thread() is not threading.main_thread()
-    ):
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    if not hasattr(signal, "setitimer") or not on_main_thread:
         yield
         return
-    signals = [signal.SIGALRM] + [signal.SIGINT] * callable(signal.getsignal(signal.SIGINT))
-    before = {each: signal.signal(each, stop) for each in signals}
+    signals = [signal.SIGALRM]
+    if callable(signal.getsignal(signal.SIGINT)):
+        signals.append(signal.SIGINT)
+    before = {number: signal.signal(number, stop) for number in signals}
     try:
-        signal.setitimer(
-            signal.ITIMER_REAL, timeout_s, 5.0
-        )  # again after 5 s, if a solution catches it
+        # Again after 5 s, if a solution catches it.
+        signal.setitimer(signal.ITIMER_REAL, timeout_s, 5.0)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def _cut(stream: TextIO) -> Iterator[None]:
     """Of what is printed on a stream the first characters pass; `write.uncut` passes on all."""
-    write, left = stream.write, _MOST_PRINTED
+    write = stream.write
+    left = _MOST_PRINTED
 
     def cut(text: str) -> int:
         nonlocal left
         if left >= 0:
-            end = (
-                "\n... the rest of what is printed here is not shown\n" if left < len(text) else ""
-            )
+            end = _REST if left < len(text) else ""
             write(text[:left] + end)
         left -= len(text)
         return len(text)

@@ -34,12 +34,13 @@ def run_ring(
         raise AssertionError(
             "it returned before it sent anything: `arrived = yield tensor` sends a tensor"
         )
-    results, sent, arriving = list[Tensor](), [list[Tensor]() for _ in ranks], [None] * n
+    results = list[Tensor]()
+    sent = [list[Tensor]() for _ in ranks]
+    arriving: list[Tensor | None] = [None] * n
     while not results:
-        if len(sent[0]) >= _MOST_MESSAGES:
-            raise AssertionError(
-                f"each rank has sent {len(sent[0])} messages: does a loop never end?"
-            )
+        count = len(sent[0])
+        if count >= _MOST_MESSAGES:
+            raise AssertionError(f"each rank has sent {count} messages: does a loop never end?")
         leaving = []
         for rank, arrived in zip(ranks, arriving, strict=True):
             try:
@@ -47,31 +48,31 @@ def run_ring(
             except StopIteration as end:
                 results.append(end.value)
         if results and leaving:
-            raise AssertionError(
-                f"{len(results)} of {n} ranks are done while the others still send"
-            )
+            done = len(results)
+            raise AssertionError(f"{done} of {n} ranks are done while the others still send")
         for log, message in zip(sent, leaving, strict=not results):
             log.append(message)
-        arriving = [*leaving[-1:], *leaving[:-1]]
+        arriving = leaving[-1:] + leaving[:-1]
     return results, sent
 
 
 def check_ring(check: StepCheck, all_reduce: Ring, tensors_sent: Callable[[int], float]) -> None:
     """Properties of a ring all-reduce; `tensors_sent(n)` is what each rank should send, in whole tensors."""
     for n in (2, 3, 4, 8):
-        given = [10.0**rank + torch.arange(24.0, dtype=torch.float64) for rank in range(n)]
-        own, total = [tensor.clone() for tensor in given], sum(given)
-        results, sent = run_ring(all_reduce, own)
-        why = _TWICE if (results[0] > total).any() else _MISSING
-        check(f"{n} ranks: all end with the sum", all(map(total.equal, results)), why)
-        check(
-            f"{n} ranks: what they were given is unchanged",
-            all(map(torch.equal, own, given)),
-            "clone it",
-        )
+        numbers = torch.arange(24.0, dtype=torch.float64)
+        before = [10.0**rank + numbers for rank in range(n)]
+        tensors = [tensor.clone() for tensor in before]
+        total = sum(before)
+        results, sent = run_ring(all_reduce, tensors)
+        reason = _TWICE if (results[0] > total).any() else _MISSING
+        check(f"{n} ranks: all end with the sum", all(map(total.equal, results)), reason)
+        unchanged = all(map(torch.equal, tensors, before))
+        check(f"{n} ranks: what they were given is unchanged", unchanged, "clone it")
         bytes_sent = {sum(message.nbytes for message in log) for log in sent}
         wanted = round(tensors_sent(n) * total.nbytes)
-        found = f"they send {', '.join(map(str, sorted(bytes_sent)))}"
-        check(f"{n} ranks: each sends {wanted} bytes", bytes_sent == {wanted}, found)
+        counts = ", ".join(map(str, sorted(bytes_sent)))
+        check(
+            f"{n} ranks: each sends {wanted} bytes", bytes_sent == {wanted}, f"they send {counts}"
+        )
     results, sent = run_ring(all_reduce, [torch.ones(3)])
     check("one rank alone sends nothing", not sent[0] and results[0].equal(torch.ones(3)))
