@@ -33,7 +33,8 @@ def attention_saved_bytes(
     float32: 12 B T d + 8 B T^2 + 4 B T, the mask T^2 more. It grows with the square of the context.
     """
     _check(batch_size, context_length, d_head)
-    width, rows = dtype_bytes(dtype), batch_size * context_length
+    width = dtype_bytes(dtype)
+    rows = batch_size * context_length
     exponentials_and_sums = FLOAT32_BYTES * rows * (context_length + 1)
     inputs_and_weights = width * rows * (3 * d_head + context_length)
     return inputs_and_weights + exponentials_and_sums + is_causal * context_length**2
@@ -44,11 +45,8 @@ def attention_peak_bytes(
     dtype: str = "float32", is_causal: bool = False,
 ) -> int:  # fmt: skip
     """Most bytes alive at once, q, k and v included: the sum of `attention_peak_breakdown`."""
-    return sum(
-        attention_peak_breakdown(
-            batch_size, context_length, d_head, pass_, dtype, is_causal
-        ).values()
-    )
+    alive = attention_peak_breakdown(batch_size, context_length, d_head, pass_, dtype, is_causal)
+    return sum(alive.values())
 
 
 def attention_peak_breakdown(
@@ -87,7 +85,8 @@ def attention_traffic_bytes(
     read for the matmul with v), backward 23, of which 17 belong to the softmax.
     """
     _check(batch_size, context_length, d_head, pass_)
-    forward, backward = 12 * context_length + 4 * d_head + 4, 23 * context_length + 10 * d_head + 5
+    forward = 12 * context_length + 4 * d_head + 4
+    backward = 23 * context_length + 10 * d_head + 5
     elements = {"forward": forward, "backward": backward, "forward_backward": forward + backward}
     return FLOAT32_BYTES * elements[pass_] * batch_size * context_length
 

@@ -27,18 +27,19 @@ def saved_in_backward(schedule: Schedule) -> list[Saved]:
     Backward takes the parts of a schedule from the last to the first. While it is at one, the parts before it
     still hold what forward kept of them, and a segment has just been run again: it is a schedule of its own.
     """
-    found, blocks, inputs = [], 0, 0  # of the parts before
+    saved = []
+    # Of the parts before.
+    blocks = 0
+    inputs = 0
     for part in schedule:
         if isinstance(part, tuple):
-            found += [
-                Saved(blocks + inner.blocks, inputs + inner.inputs)
-                for inner in saved_in_backward(part)
-            ]
+            for inner in saved_in_backward(part):
+                saved.append(Saved(blocks + inner.blocks, inputs + inner.inputs))
             inputs += 1
         else:
-            found.append(Saved(blocks, inputs))
+            saved.append(Saved(blocks, inputs))
             blocks += 1
-    return found
+    return saved
 
 
 def block_count(schedule: Schedule) -> int:

@@ -62,28 +62,26 @@ def fit_alpha_beta(message_bytes: Sequence[float], seconds: Sequence[float]) -> 
 
     With absolute errors the largest message alone would decide.
     """
-    sizes, times = np.asarray(message_bytes, float), np.asarray(seconds, float)
+    sizes = np.asarray(message_bytes, float)
+    times = np.asarray(seconds, float)
     values = np.concatenate([sizes, times])
-    if (
-        len(sizes) != len(times)
-        or len(set(sizes)) < 2
-        or not (np.isfinite(values) & (values > 0)).all()
-    ):
+    usable = np.isfinite(values) & (values > 0)
+    if len(sizes) != len(times) or len(set(sizes)) < 2 or not usable.all():
         raise ValueError(
             f"sizes {sizes.tolist()} and times {times.tolist()} cannot be fitted; allowed: one time for each "
             "size, two or more different sizes, all finite and above 0"
         )
+    # (alpha + beta size) / time = 1, with sizes of at most 1.
     largest = sizes.max()
-    columns = np.stack(
-        [1 / times, sizes / largest / times], axis=1
-    )  # (alpha + beta size) / time = 1
-    alpha, beta = np.linalg.lstsq(columns, np.ones(len(times)))[0]
-    if alpha < 0 or beta < 0:  # then the best fit lies on the border, with that one at zero
-        kept = 1 if alpha < 0 else 0
-        best = columns[:, kept].sum() / np.square(columns[:, kept]).sum()
-        alpha, beta = (0.0, best) if kept else (best, 0.0)
-    residuals = columns @ (alpha, beta) - 1
-    return AlphaBeta(float(alpha), float(beta / largest), tuple(map(float, residuals)))
+    columns = np.stack([1 / times, sizes / largest / times], axis=1)
+    line = np.linalg.lstsq(columns, np.ones(len(times)))[0]
+    # If one is below zero, the best fit lies on the border, with that one at zero.
+    if line.min() < 0:
+        kept = columns[:, line.argmax()]
+        line = np.where(line < 0, 0.0, kept.sum() / np.square(kept).sum())
+    residuals = columns @ line - 1
+    alpha, beta = line.tolist()
+    return AlphaBeta(alpha, beta / float(largest), tuple(residuals.tolist()))
 
 
 def fit_collective(
@@ -91,7 +89,8 @@ def fit_collective(
 ) -> AlphaBeta:
     """The fit of the median times of one collective, in a frame with rows of collective_times."""
     same = {"collective": collective, "world_size": world_size, "backend": backend, "status": "ok"}
-    measured = rows[(rows[[*same]] == [*same.values()]).all(axis=1)].sort_values("message_mb")
+    is_same = rows[list(same)] == list(same.values())
+    measured = rows[is_same.all(axis=1)].sort_values("message_mb")
     return fit_alpha_beta(measured["message_mb"] * MB, measured["p50_ms"] / 1e3)
 
 

@@ -29,19 +29,19 @@ class Counts:
         casts: bool = False, fused_attention: bool = False, heads_last: bool = False,
     ):  # fmt: skip
         check_positive_integers(batch_size=batch_size, context_length=context_length)
-        self.config, self.layers = config, config.num_layers
+        self.config = config
+        self.layers = config.num_layers
         self.width = dtype_bytes(dtype)  # bytes of an element that is computed in `dtype`
         # Bytes of an element in a copy that autocast makes: none in float32, where it makes no copies.
         self.copy_width = self.width if self.width < FLOAT32_BYTES and not casts else 0
         self.stream_width = self.width if casts else FLOAT32_BYTES  # of the residual stream
-        self.fused_attention, self.heads_last = fused_attention, heads_last
+        self.fused_attention = fused_attention
+        self.heads_last = heads_last
         self.tokens = batch_size * context_length
-        self.stream = (
-            self.tokens * config.d_model
-        )  # residual stream, and all as wide as the model: B T D
-        self.hidden = (
-            self.tokens * config.d_ff
-        )  # every activation inside the feed-forward layer: B T F
+        # The residual stream, and all as wide as the model: B T D.
+        self.stream = self.tokens * config.d_model
+        # Every activation inside the feed-forward layer: B T F.
+        self.hidden = self.tokens * config.d_ff
         self.rows = self.tokens * config.num_heads  # one number for each row of scores: B T H
         self.scores = self.rows * context_length  # of all heads of one layer: B H T^2
         self.mask = context_length**2
@@ -49,6 +49,5 @@ class Counts:
         self.projection = config.d_model**2  # weight of one of attention's four projections
         self.feed_forward = config.d_model * config.d_ff  # weight of one of the three matrices
         self.head = config.vocab_size * config.d_model  # weight of the output head
-        self.block_weights = (
-            4 * self.projection + 3 * self.feed_forward
-        )  # the matrices of one block
+        # The matrices of one block.
+        self.block_weights = 4 * self.projection + 3 * self.feed_forward

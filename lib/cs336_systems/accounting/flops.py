@@ -16,7 +16,8 @@ def parameter_breakdown(config: ModelConfig) -> dict[str, int]:
 
     embeddings V D; attention 4 L D^2; feed-forward 3 L D F; norms (2 L + 1) D; output head V D (untied).
     """
-    d, layers = config.d_model, config.num_layers
+    d = config.d_model
+    layers = config.num_layers
     return {
         "token_embeddings": config.vocab_size * d,
         "attention": layers * 4 * d * d,
@@ -38,12 +39,12 @@ def flops_breakdown(config: ModelConfig, batch_size: int, context_length: int) -
     included, because eager attention computes it; feed-forward 6 L B T D F; output head 2 B T D V.
     """
     n = Counts(config, batch_size, context_length)
-    d, layers = config.d_model, config.num_layers
+    scores = 2 * n.layers * n.stream * context_length
     return {
-        "attention_projections": layers * 8 * n.tokens * n.projection,
-        "attention_scores": layers * 2 * n.tokens * context_length * d,
-        "attention_values": layers * 2 * n.tokens * context_length * d,
-        "feed_forward": layers * 6 * n.tokens * n.feed_forward,
+        "attention_projections": 8 * n.layers * n.tokens * n.projection,
+        "attention_scores": scores,
+        "attention_values": scores,
+        "feed_forward": 6 * n.layers * n.tokens * n.feed_forward,
         "lm_head": 2 * n.tokens * n.head,
     }
 
@@ -62,7 +63,9 @@ def roofline_seconds(
         flops: operations to do; bytes_moved: bytes read from and written to memory.
         matmul_tflops: 10^12 operations per second; copy_gbps: 10^9 bytes per second, reads plus writes.
     """
-    return max(flops / (matmul_tflops * 1e12), bytes_moved / (copy_gbps * 1e9))
+    computing_s = flops / (matmul_tflops * 1e12)
+    moving_s = bytes_moved / (copy_gbps * 1e9)
+    return max(computing_s, moving_s)
 
 
 def utilisation(flops: float, seconds: float, matmul_tflops: float) -> float:

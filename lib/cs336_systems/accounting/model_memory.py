@@ -41,20 +41,21 @@ def saved_by_block(n: Counts) -> dict[str, int]:
     copies the input of linear layers, once for every layer that reads it.
     """
     autocast = n.copy_width > 0
-    fused = {"attention output": n.width * n.stream, "logsumexp of scores": FLOAT32_BYTES * n.rows}
+    before_scores = {
+        "ln1 input": FLOAT32_BYTES * n.stream,
+        "ln1 1/rms": FLOAT32_BYTES * n.tokens,
+        "ln1 normalised": FLOAT32_BYTES * n.stream,
+        "q, k, v projection input": n.width * n.stream * (3 if autocast else 1),
+        "q, k, v": n.width * 3 * n.stream,
+    }
     plain = {
         "causal mask": n.mask,
         "softmax exponentials": FLOAT32_BYTES * n.scores,
         "softmax row sums": FLOAT32_BYTES * n.rows,
         "attention weights": n.width * n.scores,
     }
-    return {
-        "ln1 input": FLOAT32_BYTES * n.stream,
-        "ln1 1/rms": FLOAT32_BYTES * n.tokens,
-        "ln1 normalised": FLOAT32_BYTES * n.stream,
-        "q, k, v projection input": n.width * n.stream * (3 if autocast else 1),
-        "q, k, v": n.width * 3 * n.stream,
-        **(fused if n.fused_attention else plain),
+    fused = {"attention output": n.width * n.stream, "logsumexp of scores": FLOAT32_BYTES * n.rows}
+    after_scores = {
         "output projection input": n.width * n.stream * (not n.heads_last),
         "ln2 input": FLOAT32_BYTES * n.stream,
         "ln2 1/rms": FLOAT32_BYTES * n.tokens,
@@ -67,6 +68,7 @@ def saved_by_block(n: Counts) -> dict[str, int]:
         "w2 input": n.width * n.hidden,
         "weight copies": n.copy_width * n.block_weights,
     }
+    return before_scores | (fused if n.fused_attention else plain) | after_scores
 
 
 def head_activation_breakdown(
@@ -139,17 +141,15 @@ def _forward_phases(n: Counts) -> dict[str, int]:
     output head: the stream, its norm (16 bit: and a copy), the logits.
     """
     blocks = n.layers * n.block_weights
+    copies = n.copy_width * (blocks - n.feed_forward)
+    streams = (2 * FLOAT32_BYTES + 5 * n.width) * n.stream
+    quotient = 3 * FLOAT32_BYTES * n.scores + n.mask
+    logits = n.width * n.logits + n.copy_width * (n.head + n.stream)
+    in_attention = copies - n.copy_width * (n.projection + 2 * n.feed_forward)
     return {
-        "attention": n.copy_width * (blocks - n.projection - 3 * n.feed_forward)
-        + (2 * FLOAT32_BYTES + 5 * n.width) * n.stream
-        + 3 * FLOAT32_BYTES * n.scores
-        + n.mask,
-        "feed-forward": n.copy_width * (blocks - n.feed_forward)
-        + 3 * FLOAT32_BYTES * n.stream
-        + 3 * n.width * n.hidden,
-        "output head": n.copy_width * (blocks + n.head + n.stream)
-        + 2 * FLOAT32_BYTES * n.stream
-        + n.width * n.logits,
+        "attention": in_attention + streams + quotient,
+        "feed-forward": copies + 3 * FLOAT32_BYTES * n.stream + 3 * n.width * n.hidden,
+        "output head": n.copy_width * blocks + 2 * FLOAT32_BYTES * n.stream + logits,
     }
 
 
@@ -207,14 +207,13 @@ def _block_phases(n: Counts) -> dict[str, int]:
     saved = saved_by_block(n)
     before_weights = takewhile(lambda name: name != "attention weights", saved)
     stream_gradient = FLOAT32_BYTES * n.stream
+    gradient_of_w2 = FLOAT32_BYTES * n.feed_forward - n.copy_width * n.feed_forward
+    gradients_of_weights = FLOAT32_BYTES * (n.projection + 3 * n.feed_forward)
+    copies = n.copy_width * 3 * n.projection
+    scores = 5 * FLOAT32_BYTES * n.scores
+    at_scores = sum(saved[name] for name in before_weights) + scores + copies
+    at_product = sum(saved.values()) + 2 * n.width * n.hidden
     return {
-        "feed-forward": sum(saved.values())
-        + (FLOAT32_BYTES - n.copy_width) * n.feed_forward
-        + 2 * n.width * n.hidden
-        + stream_gradient,
-        "softmax": sum(saved[name] for name in before_weights)
-        + n.copy_width * 3 * n.projection
-        + FLOAT32_BYTES * (n.projection + 3 * n.feed_forward)
-        + 5 * FLOAT32_BYTES * n.scores
-        + stream_gradient,
+        "feed-forward": at_product + gradient_of_w2 + stream_gradient,
+        "softmax": at_scores + gradients_of_weights + stream_gradient,
     }

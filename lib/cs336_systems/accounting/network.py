@@ -66,15 +66,15 @@ def collective_finish(
 
 def _checked_mesh(mesh: Sequence[int], links: Links | Sequence[Links]) -> tuple[tuple, tuple]:
     for devices in mesh:
-        if not isinstance(devices, int | np.integer) or isinstance(devices, bool) or devices < 1:
+        is_whole = isinstance(devices, int | np.integer) and not isinstance(devices, bool)
+        if not is_whole or devices < 1:
             raise ValueError(
                 f"devices along an axis is {devices!r}; allowed: a whole number, 1 or more"
             )
     links = (links,) if isinstance(links, Links) else tuple(links)
     if not mesh or len(links) != len(mesh):
-        raise ValueError(
-            f"links of {len(links)} axes for a mesh of {len(mesh)}; allowed: as many, 1 or more"
-        )
+        counts = f"links of {len(links)} axes for a mesh of {len(mesh)}"
+        raise ValueError(f"{counts}; allowed: as many, 1 or more")
     return tuple(map(int, mesh)), links
 
 
@@ -85,7 +85,8 @@ def _rounds(clocks: np.ndarray, size: float, times: int, links: Links, axis: int
         left = np.maximum(clocks, np.roll(clocks, -1, axis)) + sending
         took = np.maximum(left, np.roll(left + links.hop_s, 1, axis)) - clocks
         clocks = clocks + took
-        if (took == took.flat[0]).all():  # then so will all that follow
+        # Then so will all that follow.
+        if (took == took.flat[0]).all():
             return clocks + (times - done) * took
     return clocks
 
@@ -127,12 +128,15 @@ def run_tasks(
     timeline: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     free: dict[str, np.ndarray] = {}
     for task in tasks:
-        earlier = [timeline[name][1] for name in task.after]
-        start = np.max([free.get(task.lane, np.zeros(mesh)), *earlier], axis=0)
+        ends = [timeline[name][1] for name in task.after]
+        ends.append(free.get(task.lane, np.zeros(mesh)))
+        start = np.max(ends, axis=0)
         if task.collective:
-            how = {"axis": task.axis, "ready": start}
-            end = collective_finish(task.collective, task.message_bytes, mesh, links, **how)
+            end = collective_finish(
+                task.collective, task.message_bytes, mesh, links, axis=task.axis, ready=start
+            )
         else:
             end = start + task.seconds * slowness
-        timeline[task.name], free[task.lane] = (start, end), end
+        timeline[task.name] = (start, end)
+        free[task.lane] = end
     return timeline

@@ -14,13 +14,12 @@ import sympy as sp
 from cs336_systems.arguments import check_choice
 
 B, D, F = sp.symbols("B D F", positive=True)  # tokens of the whole batch, d_model, d_ff
-N, X, Y = sp.symbols(
-    "N X Y", positive=True
-)  # devices: all, along the axis of data, along that of tensors
+# Devices: all, along the axis of data, along that of tensors.
+N, X, Y = sp.symbols("N X Y", positive=True)
 C = sp.Symbol("C", positive=True)  # FLOP/s of a device
 W, W_X, W_Y = sp.symbols("W W_X W_Y", positive=True)  # bytes/s that a device sends along an axis
 SYMBOLS = {str(symbol): symbol for symbol in (B, D, F, N, X, Y, C, W, W_X, W_Y)}
-_COUNTS = {"N", "X", "Y"}
+_COUNTS = ("N", "X", "Y")
 
 
 def evaluate(
@@ -31,24 +30,22 @@ def evaluate(
     Args:
         values, more: by the names of the symbols; those that it does not contain are only checked.
     """
-    values = {**(values or {}), **more}
+    values = dict(values or {}) | more
     for name, value in values.items():
         _check_value(name, value)
-    if {"N", "X", "Y"} <= values.keys() and np.any(
-        np.asarray(values["X"]) * values["Y"] != values["N"]
-    ):
-        mesh = f"the mesh is {values['X']} x {values['Y']}"
-        raise ValueError(f"{mesh}; allowed: one that {values['N']} devices fill, X * Y = N")
+    if all(name in values for name in _COUNTS):
+        n, x, y = (np.asarray(values[name]) for name in _COUNTS)
+        if np.any(x * y != n):
+            mesh = f"the mesh is {values['X']} x {values['Y']}"
+            raise ValueError(f"{mesh}; allowed: one that {values['N']} devices fill, X * Y = N")
     expression = sp.sympify(expression)
-    used = sorted(map(str, expression.free_symbols))
-    missing = [name for name in used if name not in values]
+    names = sorted(map(str, expression.free_symbols))
+    missing = ", ".join(name for name in names if name not in values)
     if missing:
-        raise ValueError(
-            f"{', '.join(missing)} has no value; allowed: numbers for {', '.join(used)}"
-        )
-    arguments = [np.asarray(values[name], float) for name in used]
-    found = sp.lambdify([SYMBOLS[name] for name in used], expression, "numpy")(*arguments)
-    return found if np.ndim(found) else float(found)
+        raise ValueError(f"{missing} has no value; allowed: numbers for {', '.join(names)}")
+    function = sp.lambdify([SYMBOLS[name] for name in names], expression, "numpy")
+    number = function(*(np.asarray(values[name], float) for name in names))
+    return number if np.ndim(number) else float(number)
 
 
 def _check_value(name: str, value: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cs336_systems.checks.exercise import Property
-from cs336_systems.checks.on_ranks import checker, close, observed, unlike
+from cs336_systems.checks.on_ranks import Findings, checker, close, observed, unlike
 from cs336_systems.model import Embedding, Linear, RMSNorm
 
 VOCABULARY = 24
@@ -26,7 +26,7 @@ _OPTIMIZERS = {
 @checker
 def check_ddp(
     wrap: Wrap, *, thorough: bool = False, some_unused: bool = False, overlapped: bool = False
-) -> Iterator[str | Property]:
+) -> Findings:
     """Try a data-parallel wrapper on a small model, in `world_size` CPU processes, against one process.
 
     It is called as `wrap(module, **options)`, with the options that are not among these, and needs `.module`,
@@ -38,9 +38,8 @@ def check_ddp(
         some_unused: of these only parameters that rank 0 alone uses.
         overlapped: also ask that messages leave during backward, which waits for none.
     """
-    yield from starts_from_rank_0(
-        wrap, "Broadcast every parameter and buffer from rank 0 in __init__."
-    )
+    hint = "Broadcast every parameter and buffer from rank 0 in __init__."
+    yield from starts_from_rank_0(wrap, hint)
     yield Property("parameters and buffers are rank 0's")
     yield from gradients(wrap)
     yield Property("gradients are the mean over the ranks")
@@ -49,16 +48,13 @@ def check_ddp(
     yield from follow(wrap, "one backward pass a step")
     if thorough:
         several = {"passes": 3, "options": lambda rank, step, number: {"rarely": number != 1}}
-        yield from follow(
-            wrap, "three backward passes before finish_gradient_synchronization()", **several
-        )
-        yield from follow(
-            wrap, "three backward passes, two of them under no_sync()", silent=2, **several
-        )
+        how = "three backward passes before finish_gradient_synchronization()"
+        yield from follow(wrap, how, **several)
+        how = "three backward passes, two of them under no_sync()"
+        yield from follow(wrap, how, silent=2, **several)
         how = "parameters that in a step only rank 0 uses, or no rank does"
-        yield from follow(
-            wrap, how, options=lambda rank, step, _: {"rarely": step % 2 == 1 and rank == 0}
-        )
+        in_turn = {"options": lambda rank, step, _: {"rarely": step % 2 == 1 and rank == 0}}
+        yield from follow(wrap, how, **in_turn)
         yield from unusual(wrap)
     elif some_unused:
         how = "parameters that only rank 0 uses"
@@ -73,9 +69,8 @@ class Toy(nn.Module):
         torch.manual_seed(seed)
         self.first = Embedding(VOCABULARY + 1, 3)
         self.frozen = Linear(5, 3).requires_grad_(False)
-        self.rarely = Linear(
-            3, VOCABULARY + 1
-        )  # its gradient comes before those of the layers behind it
+        # Its gradient comes before those of the layers behind it.
+        self.rarely = Linear(3, VOCABULARY + 1)
         self.up = Linear(3, 5)
         self.norm = RMSNorm(5)
         self.last = Linear(3, VOCABULARY + 1)
@@ -84,11 +79,12 @@ class Toy(nn.Module):
         self.register_buffer("mask", torch.rand(5) < 0.5)
 
     def forward(self, tokens: Tensor, rarely: bool = True) -> Tensor:
-        x = self.norm(self.up(self.first(tokens)).tanh()) + torch.where(
-            self.mask, self.shift, -self.shift
-        )
+        x = self.up(self.first(tokens)).tanh()
+        x = self.norm(x) + torch.where(self.mask, self.shift, -self.shift)
         x = self.frozen(x).tanh()
-        return self.rarely(x) + self.last(x) if rarely else self.last(x)
+        if rarely:
+            return self.rarely(x) + self.last(x)
+        return self.last(x)
 
 
 def module_state(wrapped: nn.Module) -> dict[str, Tensor]:
@@ -98,9 +94,8 @@ def module_state(wrapped: nn.Module) -> dict[str, Tensor]:
 def tokens_of(rank: int, step: int) -> Tensor:
     """A rank's share of a step's batch; every process can make every share."""
     generator = torch.Generator("cpu").manual_seed(1000 * step + rank)
-    return torch.randint(VOCABULARY, (3,), generator=generator, device="cpu").to(
-        torch.get_default_device()
-    )
+    tokens = torch.randint(VOCABULARY, (3,), generator=generator, device="cpu")
+    return tokens.to(torch.get_default_device())
 
 
 def loss_of(model: nn.Module, rank: int, step: int = 0, **options: bool) -> Tensor:
@@ -119,79 +114,87 @@ def starts_from_rank_0(wrap: Wrap, hint: str, make=Toy, weights=module_state) ->
     wrapped = wrap(module)
     if getattr(wrapped, "module", None) is not module:
         yield "`.module` is not the module that was wrapped. Set self.module = module in __init__."
-    found = weights(wrapped)
+    tensors = weights(wrapped)
     for name, wanted in make(0).state_dict().items():
-        if name not in found:
-            yield f"it has no {name!r}, but {', '.join(found) or 'nothing'}. Use the module's own names."
-        if not torch.equal(found[name], wanted):
+        if name not in tensors:
+            names = ", ".join(tensors) or "nothing"
+            yield f"it has no {name!r}, but {names}. Use the module's own names."
+        if not torch.equal(tensors[name], wanted):
             yield f"after wrapping, {name!r} is not that of rank 0. {hint}"
 
 
 def gradients(wrap: Wrap, hint="", make=Toy, weights=module_state) -> Iterator[str]:
     """What they are if not the mean over the ranks, however these share them: by a step of SGD with lr=1."""
-    wrapped, own, total, ranks = wrap(make(0)), make(0), make(0), dist.get_world_size()
+    ranks = dist.get_world_size()
+    wrapped = wrap(make(0))
+    alone = make(0)
+    together = make(0)
     one_step(wrapped)
-    loss_of(own, dist.get_rank()).backward()
-    sum(loss_of(total, rank) for rank in range(ranks)).backward()
+    loss_of(alone, dist.get_rank()).backward()
+    sum(loss_of(together, rank) for rank in range(ranks)).backward()
     before = weights(wrapped)
-    for name, old in own.named_parameters():
+    for name, old in alone.named_parameters():
         if not close(before[name], old):
             yield f"{name!r} has changed before any optimizer step. All-reduce parameter.grad, not parameter."
-    trained = [name for name, x in own.named_parameters() if x.requires_grad]
+    trained = [name for name, x in alone.named_parameters() if x.requires_grad]
     yield from wrong_kinds(wrapped, trained)
     yield ""  # SGD would raise
     torch.optim.SGD(wrapped.parameters(), lr=1.0).step()
     otherwise = f"not the mean over the ranks, or parameters() are not updated by it.{hint}"
     after = weights(wrapped)
     for name in trained:
-        of_all, mine = (model.get_parameter(name).grad for model in (total, own))
+        total = together.get_parameter(name).grad
         diagnoses = {
-            "the sum over the ranks. Divide it by the world size.": of_all,
-            "averaged twice. Divide it by the world size once.": of_all / ranks**2,
-            "still this rank's own. Average it over the ranks, in place.": mine,
+            "the sum over the ranks. Divide it by the world size.": total,
+            "averaged twice. Divide it by the world size once.": total / ranks**2,
+            "still this rank's own. Average it over the ranks, in place.": alone.get_parameter(
+                name
+            ).grad,
         }
-        found = before[name] - after[name]
-        yield from unlike(f"the gradient of {name!r}", found, of_all / ranks, diagnoses, otherwise)
+        gradient = before[name] - after[name]
+        what = f"the gradient of {name!r}"
+        yield from unlike(what, gradient, total / ranks, diagnoses, otherwise)
 
 
 def wrong_kinds(wrapped: nn.Module, trained: Sequence[str]) -> Iterator[str]:
     """Gradients after a step that are missing, or that no optimizer would take."""
     for name, parameter in wrapped.module.named_parameters():
-        gradient, its = parameter.grad, f"the gradient of {name!r} has"
+        gradient = parameter.grad
+        kind = f"the gradient of {name!r} has"
         if name not in trained:
             if gradient is not None:
                 yield f"the frozen parameter {name!r} was given a gradient. Skip those without requires_grad."
         elif gradient is None:
             yield f"{name!r} has no gradient after finish_gradient_synchronization()."
         elif gradient.shape != parameter.shape:
-            kinds = f"{its} shape {tuple(gradient.shape)} and its shard {tuple(parameter.shape)}"
+            kinds = f"{kind} shape {tuple(gradient.shape)} and its shard {tuple(parameter.shape)}"
             yield f"{kinds}. Reduce-scatter it: keep the rows of the shard."
         elif gradient.dtype != parameter.dtype:
-            kinds = f"{its} dtype {gradient.dtype} and its shard {parameter.dtype}"
+            kinds = f"{kind} dtype {gradient.dtype} and its shard {parameter.dtype}"
             yield f"{kinds}. Cast after the reduce-scatter."
 
 
-def _overlaps(wrap: Wrap) -> Iterator[str | Property]:
+def _overlaps(wrap: Wrap) -> Findings:
     wrapped = wrap(Toy(seed=0))
     with observed() as sent:
         loss_of(wrapped, dist.get_rank()).backward()
-        early = len(sent)
+        early = list(sent)
         wrapped.finish_gradient_synchronization()
-    sent[early:] = [
-        each for each in sent[early:] if each.dtype.is_floating_point
-    ]  # no flags, no order
-    if not all(message.is_async for message in sent[:early]):
+    # Gradients, not flags or an order of what is unused.
+    late = [message for message in sent[len(early) :] if message.dtype.is_floating_point]
+    if not all(message.is_async for message in early):
         yield "backward waits for each message. Send with async_op=True, and wait() at the end."
-    if early < len(sent):
-        late = f"{len(sent) - early} of {len(sent)} messages leave only in finish_gradient_synchronization()"
-        yield f"{late}, when backward is over. Send, while backward goes on, all that may leave."
+    if late:
+        count = f"{len(late)} of {len(early) + len(late)} messages"
+        over = "leave only in finish_gradient_synchronization(), when backward is over"
+        yield f"{count} {over}. Send, while backward goes on, all that may leave."
     yield Property("messages leave during backward, which waits for none")
 
 
 def follow(
     wrap: Wrap, how: str, optimizers=("SGD", "AdamW"), make=Toy, weights=module_state, passes=1, silent=0,
     options=lambda *_: {},
-) -> Iterator[str | Property]:  # fmt: skip
+) -> Findings:  # fmt: skip
     """Train the candidate, and one process with the whole batch: the first weight in which they differ.
 
     Args:
@@ -199,33 +202,39 @@ def follow(
         passes: backward passes of a rank in one step, the first `silent` of them under no_sync().
         options: of a rank, a step and a pass: arguments of the model's forward.
     """
-    own, ranks = dist.get_rank(), dist.get_world_size()
+    own_rank = dist.get_rank()
+    ranks = dist.get_world_size()
     for optimizer in optimizers:
-        alone, wrapped = make(0), wrap(make(own))
+        alone = make(0)
+        wrapped = wrap(make(own_rank))
         if silent and not hasattr(wrapped, "no_sync"):
             yield "it has no no_sync() context, under which backward passes only accumulate."
         pair = [_OPTIMIZERS[optimizer](model.parameters()) for model in (alone, wrapped)]
         for step in range(_STEPS):
-            for each in pair:
-                each.zero_grad()
+            for stepper in pair:
+                stepper.zero_grad()
             for n, rank in product(range(passes), range(ranks)):
-                (loss_of(alone, rank, step + 100 * n, **options(rank, step, n)) / ranks).backward()
+                loss = loss_of(alone, rank, step + 100 * n, **options(rank, step, n))
+                (loss / ranks).backward()
             for n in range(passes):
                 with wrapped.no_sync() if n < silent else contextlib.nullcontext():
-                    loss_of(wrapped, own, step + 100 * n, **options(own, step, n)).backward()
+                    loss_of(
+                        wrapped, own_rank, step + 100 * n, **options(own_rank, step, n)
+                    ).backward()
             wrapped.finish_gradient_synchronization()
-            for each in pair:
-                each.step()
+            for stepper in pair:
+                stepper.step()
             whole = weights(wrapped)
             for name, wanted in alone.named_parameters():
                 if not close(whole[name], wanted):
-                    off = f"after step {step + 1}, {name!r} is {(whole[name] - wanted).abs().max():.1e} off"
+                    error = (whole[name] - wanted).abs().max()
+                    off = f"after step {step + 1}, {name!r} is {error:.1e} off"
                     yield f"{how}, with {optimizer}: {off} what one process makes of the whole batch."
             yield ""
         yield Property(f"{how}, with {optimizer}")
 
 
-def unusual(wrap: Wrap) -> Iterator[str | Property]:
+def unusual(wrap: Wrap) -> Findings:
     """What the assignment does not ask for."""
     wrapped = wrap(nn.Sequential(Linear(6, 6, dtype=torch.float16)))
     wrapped(torch.full((1, 6), 40_000.0, dtype=torch.float16)).sum().backward()
@@ -234,13 +243,14 @@ def unusual(wrap: Wrap) -> Iterator[str | Property]:
         yield "of float16 gradients of 40,000 the mean is infinite: divide by the world size before the sum."
     yield Property("float16 gradients are divided before their sum overflows")
 
-    module, calls = Toy(0), []
+    calls = []
+    module = Toy(0)
     module.first.weight.register_hook(lambda gradient: 0 * gradient)
     module.first.weight.register_post_accumulate_grad_hook(lambda _: calls.append(1))
     try:
         wrapped = wrap(module)
     except (NotImplementedError, RuntimeError, ValueError):
-        pass  # refused
+        pass  # it refuses them, which is right
     else:
         one_step(wrapped)
         if not calls or module.first.weight.grad.any():

@@ -22,6 +22,10 @@ _TILE = 16  # tl.dot takes 16 at least
 _LOG2_E = 1.4426950408889634
 
 
+def _random_tiles(count: int, device: Device) -> torch.Tensor:
+    return torch.randn(count, _TILE, _TILE, device=device, dtype=torch.float32)
+
+
 @triton.jit
 def _visit_kernel(
     q_ptr,
@@ -59,8 +63,10 @@ def check_visit(check: StepCheck, visit: JITFunction, device: Device = "cpu") ->
     def agrees(
         tiles: int, scale: float = 0.25, hide: slice | None = None, hidden: int = -1
     ) -> bool:
-        q, k, v = (torch.randn(n, _TILE, _TILE, device=device).float() for n in (1, tiles, tiles))
-        visible = torch.ones(tiles, _TILE, _TILE, dtype=torch.int32, device=device)
+        q = _random_tiles(1, device)
+        k = _random_tiles(tiles, device)
+        v = _random_tiles(tiles, device)
+        visible = torch.ones_like(k, dtype=torch.int32)
         if hide:
             visible[hidden, :, hide] = 0
         output = torch.full_like(q[0], torch.nan)
@@ -148,18 +154,19 @@ def check_gradients(check: StepCheck, gradients: JITFunction, device: Device = "
     q, k, v, do (16, 16), lse, delta (16,), visible (16, 16) of bool -> P, dS (16, 16); S = scale * q k^T.
     """
     scale = 0.25
-    q, k, v, do = torch.randn(4, _TILE, _TILE, device=device, dtype=torch.float32)
+    q, k, v, do = _random_tiles(4, device)
     # Hidden from all rows but the last: its exponentials overflow.
     q[:, 0] = 1.0
     k[-1, 0] = 1e3
-    seen = torch.ones(_TILE, _TILE, dtype=torch.bool, device=device).tril()
+    seen = torch.ones_like(q, dtype=torch.bool).tril()
     scores = (scale * q @ k.T).masked_fill(~seen, -torch.inf).requires_grad_()
     weights = scores.softmax(-1)
     output = weights @ v
     (d_scores,) = torch.autograd.grad(output, scores, do)
     lse = scores.detach().logsumexp(-1)
     delta = (do * output.detach()).sum(-1)
-    p, ds = torch.full((2, _TILE, _TILE), torch.nan, device=device, dtype=torch.float32)
+    p = torch.full_like(q, torch.nan)
+    ds = torch.full_like(q, torch.nan)
     _gradients_kernel[1,](q, k, v, do, seen.int(), lse, delta, p, ds, scale, gradients, _TILE)
 
     is_p = torch.allclose(p[seen], weights[seen], 1e-3, 1e-5)

@@ -18,7 +18,7 @@ from cs336_systems.arguments import check_choice
 from cs336_systems.checks import ddp_checks as shared
 from cs336_systems.checks.ddp_checks import VOCABULARY, Wrap, loss_of, one_step, tokens_of
 from cs336_systems.checks.exercise import Property
-from cs336_systems.checks.on_ranks import checker, close, observed
+from cs336_systems.checks.on_ranks import Findings, checker, close, observed
 from cs336_systems.model import Embedding, Linear, RMSNorm
 from cs336_systems.traffic import Message
 
@@ -32,18 +32,16 @@ _SIZES = {
 }
 _LAYER_OF = {prod(size): layer for layer, size in _SIZES.items()}
 LAYERS = tuple(_SIZES)
-_WEIGHTS = (
-    4  # whole at once: the one in use, two ahead of it, and the one before, about to be freed
-)
-_GRADIENTS = 3  # whole at once: the one that has just been made, and two on their way
+# Whole at once: the one in use, two ahead of it, and the one before, about to be freed.
+_WEIGHTS = 4
+# Whole at once: the one that has just been made, and two on their way.
+_GRADIENTS = 3
 _LOW = torch.bfloat16
 _IN_LOW = f"with compute_dtype={_LOW}"
 
 
 @checker
-def check_fsdp(
-    wrap: Wrap, *, only: Sequence[str] = (), thorough: bool = False
-) -> Iterator[str | Property]:
+def check_fsdp(wrap: Wrap, *, only: Sequence[str] = (), thorough: bool = False) -> Findings:
     """Try a sharding wrapper on a small model, in `world_size` CPU processes, against one process.
 
     It is called as `fsdp_class(module, compute_dtype=None, **options)` and needs `.module`, `forward`,
@@ -59,9 +57,8 @@ def check_fsdp(
         yield from GROUPS[group](wrap)
     if thorough:
         how = "odd numbers of rows, tied, frozen and unused weights"
-        yield from shared.follow(
-            wrap, how, ["SGD"], weights=_whole, options=lambda *_: {"rarely": False}
-        )
+        unused = {"options": lambda *_: {"rarely": False}}
+        yield from shared.follow(wrap, how, ["SGD"], weights=_whole, **unused)
         several = {"optimizers": ["SGD"], "make": _Layers, "weights": _whole, "passes": 3}
         how = "three backward passes before finish_gradient_synchronization()"
         yield from shared.follow(wrap, how, **several)
@@ -77,7 +74,8 @@ class _Layers(nn.Sequential):
         torch.manual_seed(seed)
         super().__init__()
         for layer, size in _SIZES.items():
-            self.add_module(layer, (Embedding if layer == "embedding" else Linear)(*size))
+            kind = Embedding if layer == "embedding" else Linear
+            self.add_module(layer, kind(*size))
             self.add_module(f"tanh_{layer}", nn.Tanh())
         self.add_module("norm", RMSNorm(60))
 
@@ -88,12 +86,11 @@ def _gathered(message: Message) -> str:
 
 
 def _whole(wrapped: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: tensor.detach().clone() for name, tensor in wrapped.gather_full_parameters().items()
-    }
+    weights = wrapped.gather_full_parameters()
+    return {name: weight.detach().clone() for name, weight in weights.items()}
 
 
-def _shards(wrap: Wrap) -> Iterator[str | Property]:
+def _shards(wrap: Wrap) -> Findings:
     hint = "Broadcast before sharding; put the shards together in the order of the ranks, without padding."
     yield from shared.starts_from_rank_0(wrap, hint, _Layers, _whole)
     yield Property("gather_full_parameters() returns rank 0's values, whole, by name")
@@ -102,21 +99,23 @@ def _shards(wrap: Wrap) -> Iterator[str | Property]:
     sizes = {name: parameter.numel() for name, parameter in wrapped.module.named_parameters()}
     if {id(p) for p in wrapped.parameters()} != {id(p) for p in wrapped.module.parameters()}:
         yield "its parameters() are not the module's. Put each shard where the module has its weight."
-    for name, n in (
-        (name, parameter.numel()) for name, parameter in _Layers(seed=0).named_parameters()
-    ):
-        has, is_sharded, share = sizes.get(name, n), n in _LAYER_OF, -(-n // dist.get_world_size())
+    for name, parameter in _Layers(seed=0).named_parameters():
+        n = parameter.numel()
+        has = sizes.get(name, n)
+        share = -(-n // dist.get_world_size())
+        is_sharded = n in _LAYER_OF
         if is_sharded and has > share:
             yield f"{name!r} still has {has} of {n} elements. A rank keeps its rows, {share}."
         if not is_sharded and has != n:
             yield f"{name!r} was sharded. Leave what is in no Linear or Embedding whole on every rank."
-    yield Property(
-        "of every Linear and Embedding weight a rank keeps its share, which parameters() returns"
-    )
+    held = "of every Linear and Embedding weight a rank keeps its share, which parameters() returns"
+    yield Property(held)
 
 
-def _forward(wrap: Wrap) -> Iterator[str | Property]:
-    wrapped, tokens, early = wrap(_Layers(seed=0)), tokens_of(dist.get_rank(), 0), list[str]()
+def _forward(wrap: Wrap) -> Findings:
+    wrapped = wrap(_Layers(seed=0))
+    tokens = tokens_of(dist.get_rank(), 0)
+    early = list[str]()
     sizes = [parameter.numel() for parameter in wrapped.parameters()]
 
     def before(layer: str, *_: Any) -> None:
@@ -138,7 +137,7 @@ def _forward(wrap: Wrap) -> Iterator[str | Property]:
     yield Property("forward computes with the whole weights, and leaves the shards in place")
 
 
-def _backward(wrap: Wrap) -> Iterator[str | Property]:
+def _backward(wrap: Wrap) -> Findings:
     hint = " Does each rank get the rows of its shard, and does backward compute with the whole weights?"
     yield from shared.gradients(wrap, hint, _Layers, _whole)
     yield Property(
@@ -149,10 +148,8 @@ def _backward(wrap: Wrap) -> Iterator[str | Property]:
     with observed() as messages:
         one_step(wrapped)
     for message in messages:
-        if (layer := _LAYER_OF.get(message.numel)) and message.collective in (
-            "all_reduce",
-            "reduce",
-        ):
+        layer = _LAYER_OF.get(message.numel)
+        if layer and message.collective in ("all_reduce", "reduce"):
             yield f"the whole gradient of {layer!r} went through {message.collective}. Use reduce_scatter."
     yield Property("gradients are reduce-scattered: no rank receives more than its share")
 
@@ -163,56 +160,64 @@ def _backward(wrap: Wrap) -> Iterator[str | Property]:
 
 def _stale(wrap: Wrap, dtype: torch.dtype | None = None) -> Iterator[str]:
     """Which weights from before an optimizer's step forward computes with, as far as its outputs tell."""
-    wrapped, tokens = wrap(_Layers(seed=0), compute_dtype=dtype), tokens_of(dist.get_rank(), 0)
+    wrapped = wrap(_Layers(seed=0), compute_dtype=dtype)
+    tokens = tokens_of(dist.get_rank(), 0)
     older = {name: x for name, x in _whole(wrapped).items() if x.numel() in _LAYER_OF}
     one_step(wrapped)
     torch.optim.SGD(wrapped.parameters(), lr=1.0).step()
     now = _whole(wrapped)
     candidates = {"": now, "the weights": now | older}
-    if dtype is None:  # otherwise rounding hides a single one
+    # In 16 bits rounding hides a single one.
+    if dtype is None:
         candidates |= {repr(name): now | {name: tensor} for name, tensor in older.items()}
     with torch.no_grad():
         outputs = wrapped(tokens)
-        made = {
-            name: functional_call(_Layers(0), weights, tokens)
+        distances = {
+            name: (functional_call(_Layers(0), weights, tokens) - outputs).norm()
             for name, weights in candidates.items()
         }
-    if nearest := min(made, key=lambda name: (made[name] - outputs).norm()):
+    nearest = min(distances, key=distances.get)
+    if nearest:
         yield f"forward computes with {nearest} from before the optimizer's step. Gather anew."
 
 
 def _left(find: Callable[[], set], allowed: int = 0) -> set:
     """What is found after at most a second, in which cycles and Gloo's threads may free some."""
     until = time.monotonic() + 1
-    while len(found := find()) > allowed and time.monotonic() < until:
+    left = find()
+    while len(left) > allowed and time.monotonic() < until:
         gc.collect()
         time.sleep(0.01)
-    return found
+        left = find()
+    return left
 
 
-def _memory(wrap: Wrap) -> Iterator[str | Property]:
-    wrapped, mistakes = wrap(_Layers(seed=0)), []
-    seen: dict[str, list] = {
-        "gather": [],
-        "reduce": [],
-    }  # layer and storage of weights, of gradients
-    most = {"gather": _WEIGHTS, "reduce": _GRADIENTS}  # that had memory at once, or what is allowed
+def _memory(wrap: Wrap) -> Findings:
+    wrapped = wrap(_Layers(seed=0))
+    mistakes = []
+    # Of weights and of gradients: layers and storages that were seen.
+    seen: dict[str, list] = {"gather": [], "reduce": []}
+    # That had memory at once, or what is allowed.
+    most = {"gather": _WEIGHTS, "reduce": _GRADIENTS}
     still = "the whole weights of these layers still have memory:"
     mend = "Autograd keeps them: free by untyped_storage().resize_(0), gather into the same tensor again."
 
     def whole(kind: str, allowed: int = 0) -> list[str]:
         def alive() -> set[str]:
-            living = (
-                (layer, torch.UntypedStorage._new_with_weak_ptr(x.cdata)) for layer, x in seen[kind]
-            )
-            return {layer for layer, storage in living if storage is not None and storage.nbytes()}
+            layers = set()
+            for layer, reference in seen[kind]:
+                storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+                if storage is not None and storage.nbytes():
+                    layers.add(layer)
+            return layers
 
         return sorted(_left(alive, allowed))
 
     def note(name: str, numel: int, storage: StorageWeakRef) -> None:
-        for kind in (kind for kind in seen if kind in name and numel in _LAYER_OF):
-            seen[kind].append((_LAYER_OF[numel], storage))
-            most[kind] = max(most[kind], len(whole(kind, allowed=most[kind])))
+        for kind in seen:
+            if kind in name and numel in _LAYER_OF:
+                seen[kind].append((_LAYER_OF[numel], storage))
+                most[kind] = max(most[kind], len(whole(kind, allowed=most[kind])))
 
     def on_saved(x: Tensor) -> Tensor:
         note("gather", x.numel(), StorageWeakRef(x.untyped_storage()))
@@ -224,14 +229,16 @@ def _memory(wrap: Wrap) -> Iterator[str | Property]:
     ):
         for step in range(2):
             loss = loss_of(wrapped, dist.get_rank(), step)
-            if len(kept := whole("gather", allowed=1)) > 1:  # backward begins with the last
+            # Backward begins with the last.
+            kept = whole("gather", allowed=1)
+            if len(kept) > 1:
                 mistakes.append(f"after forward {still} {', '.join(kept)}. {mend}")
             loss.backward()
             wrapped.finish_gradient_synchronization()
-            if kept := whole("gather"):
-                mistakes.append(
-                    f"after backward {still} {', '.join(kept)}. Free each with its gradient."
-                )
+            kept = whole("gather")
+            if kept:
+                layers = ", ".join(kept)
+                mistakes.append(f"after backward {still} {layers}. Free each with its gradient.")
     yield from mistakes
     weights, gradients = most.values()
     if weights > _WEIGHTS:
@@ -243,80 +250,87 @@ def _memory(wrap: Wrap) -> Iterator[str | Property]:
     )
 
 
-def _prefetch(wrap: Wrap) -> Iterator[str | Property]:
+def _prefetch(wrap: Wrap) -> Findings:
     name = "the all-gathers are under way before they are needed, at most two layers ahead"
-    wrapped, events = wrap(_Layers(seed=0)), list[str]()
+    wrapped = wrap(_Layers(seed=0))
+    events = list[str]()
 
     def on_message(message: Message) -> None:
-        if layer := _gathered(message):
+        layer = _gathered(message)
+        if layer:
             events.append(f"{'gather' if message.is_async else 'wait'} {layer}")
+
+    def on_enter(layer: str, *_: Any) -> None:
+        events.append(f"enter {layer}")
 
     def on_result(layer: str, module: nn.Module, inputs: Any, result: Tensor) -> None:
         result.register_hook(lambda _: events.append(f"back {layer}"))
 
     for layer in LAYERS:
         module = getattr(wrapped.module, layer)
-        module.register_forward_pre_hook(
-            lambda *_, at=layer: events.append(f"enter {at}"), prepend=True
-        )
+        module.register_forward_pre_hook(partial(on_enter, layer), prepend=True)
         module.register_forward_hook(partial(on_result, layer))
     for step in range(2):
         events.clear()
         with observed(on_message):
             one_step(wrapped, step)
     if not any(event.startswith(("gather", "wait")) for event in events):
-        yield Property(
-            name, None, "not watched (its gathers are no all-gathers of torch.distributed)"
-        )
+        reason = "not watched (its gathers are no all-gathers of torch.distributed)"
+        yield Property(name, None, reason)
         return
     turn = next(i for i, event in enumerate(events) if event.startswith("back"))
-    before, after = events[:turn], events[turn:]
+    before = events[:turn]
+    after = events[turn:]
     for number, layer in enumerate(LAYERS):
         if f"wait {layer}" in events:
             yield f"the all-gather of {layer!r} is waited for where it starts. Start it with async_op=True."
         if f"gather {layer}" not in before:
             yield f"forward does not gather {layer!r}; the weight that it computes with may be stale."
-        start, gather = before.index(f"gather {layer}"), f"the all-gather of {layer!r}"
+        start = before.index(f"gather {layer}")
+        gather = f"the all-gather of {layer!r}"
         if number > 0 and start > before.index(f"enter {layer}"):
             yield f"{gather} starts only when its layer begins. Start it earlier, in forward's order."
         if number > 2 and start < before.index(f"enter {LAYERS[number - 2]}"):
             yield f"{gather} starts before the layer three before it is done; allowed: two layers ahead."
-    for layer, later in pairwise(LAYERS[:-1]):
-        if f"gather {layer}" in after[after.index(f"back {later}") :]:
+    for layer, following in pairwise(LAYERS[:-1]):
+        reached = after.index(f"back {following}")
+        if f"gather {layer}" in after[reached:]:
             yield f"in backward {layer!r} is gathered only when it is reached. Start it earlier, in reverse."
     yield Property(name)
 
 
-def _precision(wrap: Wrap) -> Iterator[str | Property]:
-    yield from (x and f"{_IN_LOW}, {x}" for x in _imprecise(wrap))
+def _precision(wrap: Wrap) -> Findings:
+    for mistake in _imprecise(wrap):
+        yield mistake and f"{_IN_LOW}, {mistake}"
     yield Property(f"{_IN_LOW}, weights travel in it; shards, gradients and updates stay float32")
 
 
 def _imprecise(wrap: Wrap) -> Iterator[str]:
-    wrapped, outputs = wrap(_Layers(seed=0), compute_dtype=_LOW), []
-    wrapped.module.register_forward_hook(lambda _, inputs, output: outputs.append(output.dtype))
+    wrapped = wrap(_Layers(seed=0), compute_dtype=_LOW)
+    computed = []
+    wrapped.module.register_forward_hook(lambda _, inputs, output: computed.append(output.dtype))
     with observed() as messages:
         one_step(wrapped)
     shards = dict(wrapped.module.named_parameters())
     yield from shared.wrong_kinds(wrapped, shards)
-    if outputs and outputs[0] != _LOW:
-        yield f"the layers compute in {outputs[0]}. Gather into a tensor of compute_dtype."
+    if computed and computed[0] != _LOW:
+        yield f"the layers compute in {computed[0]}. Gather into a tensor of compute_dtype."
     for message in messages:
-        if (layer := _gathered(message)) and message.dtype != _LOW:
+        layer = _gathered(message)
+        if layer and message.dtype != _LOW:
             yield f"{layer!r} is gathered in {message.dtype}. Cast the shard before it is sent."
     for name, shard in shards.items():
         if shard.dtype != torch.float32:
             yield f"the shard of {name!r} is {shard.dtype}, not float32."
-    shapes, gradients = {x.shape for x in shards.values()}, {id(x.grad) for x in shards.values()}
+    shapes = {x.shape for x in shards.values()}
+    gradients = {id(x.grad) for x in shards.values()}
 
     def casts() -> set[int]:
-        low = [
-            x
-            for x in gc.get_objects()
-            if type(x) is Tensor and x.dtype == _LOW and x.shape in shapes
-        ]
+        low = (x for x in gc.get_objects() if type(x) is Tensor and x.dtype == _LOW)
+        shard_like = [x for x in low if x.shape in shapes]
         # No slices of a whole weight.
-        return {id(x) for x in low if x.untyped_storage().nbytes() == x.nbytes} - gradients
+        casts = {id(x) for x in shard_like if x.untyped_storage().nbytes() == x.nbytes}
+        return casts - gradients
 
     if _left(casts):
         yield "casts of shards live on. When a gather has arrived, drop what was sent for it."

@@ -15,8 +15,10 @@ from cs336_systems.checks.exercise import Property, show
 from cs336_systems.parallel import WorkerContext, WorkerError, stream
 from cs336_systems.traffic import Message, watch_collectives
 
+Findings = Iterator[str | Property]
 
-def checker(properties: Callable[..., Iterator[str | Property]]) -> Callable[..., None]:
+
+def checker(properties: Callable[..., Findings]) -> Callable[..., None]:
     """Makes of `properties(candidate, **asked)` a check(candidate, *, world_size=2, timeout_s=60, **options).
 
     Every rank of some CPU processes runs the generator, which yields what is wrong, the likeliest first, and
@@ -32,16 +34,16 @@ def checker(properties: Callable[..., Iterator[str | Property]]) -> Callable[...
     ) -> None:
         names = options.keys() & signature(properties).parameters.keys()
         asked = {name: options.pop(name) for name in names}
-        name, right = getattr(candidate, "__name__", repr(candidate)), 0
         job = cloudpickle.dumps((partial(candidate, **options), partial(properties, **asked)))
+        name = getattr(candidate, "__name__", repr(candidate))
+        right = 0
         try:
-            for found, mistakes in stream(
-                try_properties, world_size, job, backend="gloo", timeout_s=timeout_s
-            ):
+            findings = stream(try_properties, world_size, job, backend="gloo", timeout_s=timeout_s)
+            for finding, mistakes in findings:
                 if mistakes:
-                    raise AssertionError("\n".join(f"{name}, {each}" for each in mistakes))
-                show(found.line())
-                right += found.holds is True
+                    raise AssertionError("\n".join(f"{name}, {mistake}" for mistake in mistakes))
+                show(finding.line())
+                right += finding.holds is True
         except WorkerError as error:
             raise AssertionError(f"{name} did not get through: {error}") from error
         show(f"{name}: {right} cases right on {world_size} ranks")
@@ -51,24 +53,30 @@ def checker(properties: Callable[..., Iterator[str | Property]]) -> Callable[...
 
 def try_properties(context: WorkerContext, pickled: bytes) -> list[str]:
     """What is wrong in the first property that fails on any rank, of a pickled (candidate, properties)."""
-    watch = watch_collectives(
-        notify=lambda message: [tell(message) for tell in _observers], checks=True
-    )
-    with watch, observed() as sent:  # before the class imports the functions, in whichever way
+    watch = watch_collectives(notify=_tell_observers, checks=True)
+    # Before the class imports the functions, in whichever way.
+    with watch, observed() as sent:
         candidate, properties = cloudpickle.loads(pickled)
-        for found in properties(candidate):
+        for finding in properties(candidate):
+            mistake = finding if isinstance(finding, str) else ""
             # What is still under way may or may not have arrived, so it is the better explanation.
-            said = from_all(_unfinished(sent) or (found if isinstance(found, str) else ""))
+            by_rank = from_all(_unfinished(sent) or mistake)
             sent.clear()
-            where = {
-                x: [str(n) for n, each in enumerate(said) if each == x] for x in filter(None, said)
-            }
-            mistakes = [f"rank {', '.join(ranks)}: {text}" for text, ranks in where.items()]
-            if found or mistakes:
-                context.send((found, mistakes))
+            mistakes = _with_their_ranks(by_rank)
+            if finding or mistakes:
+                context.send((finding, mistakes))
             if mistakes:
                 return mistakes
     return []
+
+
+def _with_their_ranks(by_rank: Sequence[str]) -> list[str]:
+    """Each mistake once, and which ranks make it."""
+    ranks: dict[str, list[str]] = {}
+    for rank, mistake in enumerate(by_rank):
+        if mistake:
+            ranks.setdefault(mistake, []).append(str(rank))
+    return [f"rank {', '.join(numbers)}: {mistake}" for mistake, numbers in ranks.items()]
 
 
 def from_all(own: Any) -> list[Any]:
@@ -83,14 +91,14 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 
 def unlike(
-    what: str, found: Tensor | None, wanted: Tensor, diagnoses: dict, otherwise: str, alike=close
+    what: str, tensor: Tensor | None, wanted: Tensor, diagnoses: dict, otherwise: str, alike=close
 ) -> Iterator[str]:
     """Nothing where a tensor is the wanted one; else what it is: the diagnosis whose tensor it is like."""
-    if found is None:
+    if tensor is None:
         yield f"{what} is missing. Keep forward inside autograd, its all-reduce too."
-    if not alike(found, wanted):
-        is_ = next((text for text, other in diagnoses.items() if alike(found, other)), otherwise)
-        yield f"{what} is {is_}"
+    if not alike(tensor, wanted):
+        likely = (text for text, other in diagnoses.items() if alike(tensor, other))
+        yield f"{what} is {next(likely, otherwise)}"
 
 
 def _unfinished(sent: Sequence[Message]) -> str:
@@ -98,10 +106,10 @@ def _unfinished(sent: Sequence[Message]) -> str:
     late = [message.collective for message in handles if not message.waited_for]
     if not late:
         return ""
-    where = f"{len(late)} of {len(handles)} {late[0].replace('_', '-')}s may still be under way at the end"
-    return (
-        f"{where}. Keep every handle that {late[0]}(..., async_op=True) returns, and wait() for it."
-    )
+    name = late[0]
+    sent = f"{len(late)} of {len(handles)} {name.replace('_', '-')}s"
+    mend = f"Keep every handle that {name}(..., async_op=True) returns, and wait() for it."
+    return f"{sent} may still be under way at the end. {mend}"
 
 
 _observers: list[Callable[[Message], None]] = []
@@ -111,8 +119,18 @@ _observers: list[Callable[[Message], None]] = []
 def observed(notify: Callable[[Message], Any] = lambda message: None) -> Iterator[list[Message]]:
     """The messages that the candidate starts inside; `notify` is called with each when it starts."""
     messages: list[Message] = []
-    _observers.append(lambda message: (messages.append(message), notify(message)))
+
+    def observe(message: Message) -> None:
+        messages.append(message)
+        notify(message)
+
+    _observers.append(observe)
     try:
         yield messages
     finally:
         _observers.pop()
+
+
+def _tell_observers(message: Message) -> None:
+    for observe in _observers:
+        observe(message)

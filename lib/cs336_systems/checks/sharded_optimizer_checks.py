@@ -1,6 +1,7 @@
 """Properties of a sharded optimizer, with error messages for its author."""
 
 from collections.abc import Callable, Iterator
+from operator import mul
 from typing import Any
 
 import torch
@@ -8,14 +9,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from cs336_systems.checks.exercise import Property
-from cs336_systems.checks.on_ranks import checker, from_all, unlike
+from cs336_systems.checks.on_ranks import Findings, checker, from_all, unlike
 
 _SETTINGS = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1}
-_SHAPES = (
-    (16, 16),
-    (16,),
-)  # they alternate: assigned in turn, all large ones would fall to one rank
-_AS_IF = {  # usual mistakes of a first step, as settings of AdamW and a number of steps
+# They alternate: assigned in turn, all large ones would fall to one rank.
+_SHAPES = ((16, 16), (16,))
+# Usual mistakes of a first step, as settings of AdamW and a number of steps.
+_AS_IF = {
     "as before the step: updated by its owner alone, if at all. Broadcast it, with src=owner.": (
         {},
         0,
@@ -29,7 +29,7 @@ Make = Callable[..., Optimizer]
 @checker
 def check_sharded_optimizer(
     make: Make, *, only_states: bool = False, thorough: bool = False
-) -> Iterator[str | Property]:
+) -> Findings:
     """Try a sharded optimizer in `world_size` CPU processes, against the optimizer that it shards.
 
     It is called as `make(params, optimizer_cls, **kwargs)`; see `on_ranks.checker`.
@@ -49,12 +49,14 @@ def check_sharded_optimizer(
         yield Property("A rank that owns nothing takes part")
 
 
-def _shares_states(make: Make) -> Iterator[str | Property]:
+def _shares_states(make: Make) -> Findings:
     pair = _Pair(make)
-    candidate, params = pair.candidate, pair.sharded
+    candidate = pair.candidate
+    params = pair.sharded
+    count = len(params)
     if not isinstance(candidate, Optimizer):
         yield "it is no torch.optim.Optimizer. Derive from it and call super().__init__(params, kwargs)."
-    held, count = sum(len(group["params"]) for group in candidate.param_groups), len(params)
+    held = sum(len(group["params"]) for group in candidate.param_groups)
     if held != count:
         yield f"its param_groups hold {held} parameters of {count}. Only the optimizer inside holds a shard."
     if "lr" not in candidate.param_groups[0]:
@@ -66,12 +68,13 @@ def _shares_states(make: Make) -> Iterator[str | Property]:
         "The states of each parameter are kept by one rank, and by bytes all keep about as much"
     )
     candidate.zero_grad()
-    if left := sum(x.grad is not None and bool(x.grad.any()) for x in params):
+    left = sum(x.grad is not None and bool(x.grad.any()) for x in params)
+    if left:
         yield f"after zero_grad() {left} of {count} gradients are there. Clear all of them."
     yield Property("zero_grad() clears every gradient, not only those of the shard")
 
 
-def _updates_all(make: Make) -> Iterator[str | Property]:
+def _updates_all(make: Make) -> Findings:
     yield from _Pair(make).step()
     yield Property("After a step every rank has the weights that one optimizer gives")
     for pair in (_Pair(make), _Pair(make, kind=SGD, lr=0.1, momentum=0.9)):
@@ -80,7 +83,8 @@ def _updates_all(make: Make) -> Iterator[str | Property]:
             yield ""
     yield Property("So it goes on, with AdamW and with SGD, bit for bit")
 
-    pair, calls = _Pair(make), []
+    pair = _Pair(make)
+    calls = []
 
     def closure() -> Tensor:
         calls.append(torch.is_grad_enabled())
@@ -99,37 +103,37 @@ def _updates_all(make: Make) -> Iterator[str | Property]:
     yield Property("step(closure) runs the closure, once, before the update, and returns its loss")
 
     pair = _Pair(make)
-    mistakes, x = pair.step(without=2) + pair.step(without=2), pair.sharded[2]
-    changed = not torch.equal(x, pair.alone[2])
+    mistakes = pair.step(without=2) + pair.step(without=2)
+    x = pair.sharded[2]
     wrong = {
         "was given one": x.grad is not None,
-        "was changed": changed,
+        "was changed": not torch.equal(x, pair.alone[2]),
         "has states": pair.has_states()[2],
     }
-    for what in (what for what, found in wrong.items() if found):
-        yield f"a parameter without a gradient {what}. Leave its .grad None: with zeros it decays."
+    for what, is_wrong in wrong.items():
+        if is_wrong:
+            yield f"a parameter without a gradient {what}. Leave its .grad None: with zeros it decays."
     yield from mistakes
     yield Property(
         "A parameter without a gradient is left alone: no decay, no states, and still no gradient"
     )
 
 
-def _has_groups(make: Make) -> Iterator[str | Property]:
-    settings = {"weight_decay": 0.5}, {"lr": 0.01}
-    pair = _Pair(
-        make, groups=lambda params: [{"params": params[i::2], **settings[i]} for i in range(2)]
-    )
-    yield from pair.step(
-        "with two groups,", "Hand the optimizer inside groups, each with its settings."
-    )
+def _has_groups(make: Make) -> Findings:
+
+    def in_two(params: list) -> list[dict]:
+        return [{"params": params[::2], "weight_decay": 0.5}, {"params": params[1::2], "lr": 0.01}]
+
+    pair = _Pair(make, groups=in_two)
+    mend = "Hand the optimizer inside groups, each with its settings."
+    yield from pair.step("with two groups,", mend)
     yield ""
-    for each in (pair.optimizer, pair.candidate):
-        each.param_groups[0]["lr"] = 1e-3
-        each.param_groups[1] |= {"betas": (0.5, 0.7), "weight_decay": 0.9}
+    for optimizer in (pair.optimizer, pair.candidate):
+        optimizer.param_groups[0]["lr"] = 1e-3
+        optimizer.param_groups[1] |= {"betas": (0.5, 0.7), "weight_decay": 0.9}
+    when = "after changes of settings in param_groups, as schedulers make them,"
     mend = "Copy all settings into all groups of the optimizer inside before its step."
-    yield from pair.step(
-        "after changes of settings in param_groups, as schedulers make them,", mend
-    )
+    yield from pair.step(when, mend)
     yield Property("Groups keep their settings, and what a scheduler changes in them arrives")
 
     pair = _Pair(make, groups=lambda params: params[:4])
@@ -141,11 +145,11 @@ def _has_groups(make: Make) -> Iterator[str | Property]:
         yield from pair.step("after add_param_group,", mend)
         yield ""
     yield from pair.sharing_mistakes()
-    if (groups := len(pair.candidate.param_groups)) != 2:
+    groups = len(pair.candidate.param_groups)
+    if groups != 2:
         yield f"after add_param_group there are {groups} groups. Call super().add_param_group."
-    yield Property(
-        "A group that is added after some steps is trained with its settings, and sharded like the first"
-    )
+    held = "A group that is added after some steps is trained with its settings, and sharded like the first"
+    yield Property(held)
 
 
 class _Pair:
@@ -156,16 +160,16 @@ class _Pair:
 
     def __init__(self, make, kind=AdamW, count=8, dtypes=(torch.float32,), groups=list, **settings):
         torch.manual_seed(0)
-        self.before = [
-            torch.randn(_SHAPES[n % 2]).to(dtypes[n // 2 % len(dtypes)]) for n in range(count)
-        ]
-        self.alone, self.sharded = (
-            [nn.Parameter(x.clone()) for x in self.before] for _ in range(2)
-        )
-        self.names = [
-            f"parameter {i} of {count}, of shape {(*x.shape,)}," for i, x in enumerate(self.before)
-        ]
-        self.steps, settings = 0, settings or _SETTINGS
+        settings = settings or _SETTINGS
+        self.before = []
+        self.names = []
+        for n in range(count):
+            shape = _SHAPES[n % 2]
+            self.before.append(torch.randn(shape).to(dtypes[n // 2 % len(dtypes)]))
+            self.names.append(f"parameter {n} of {count}, of shape {shape},")
+        self.alone = [nn.Parameter(x.clone()) for x in self.before]
+        self.sharded = [nn.Parameter(x.clone()) for x in self.before]
+        self.steps = 0
         self.inside = inside = list[Optimizer]()
 
         class Recording(kind):
@@ -183,9 +187,8 @@ class _Pair:
         self.before = [x.detach().clone() for x in self.sharded]
         for number, (one, other) in enumerate(zip(self.alone, self.sharded, strict=True)):
             gradient = torch.randn(one.shape, generator=generator).to(one.dtype)
-            one.grad, other.grad = (
-                (None, None) if number == without else (gradient, gradient.clone())
-            )
+            one.grad = None if number == without else gradient
+            other.grad = None if number == without else gradient.clone()
 
     def step(self, when: str = "", mend: str = "", without: int | None = None) -> list[str]:
         """A step of both, and the mistakes of this rank after it."""
@@ -196,30 +199,32 @@ class _Pair:
 
     def mistakes(self) -> Iterator[str]:
         """Which parameters are not, bit for bit, what one optimizer makes of them, and the usual reasons."""
-        for name, found, right, before in zip(
-            self.names, self.sharded, self.alone, self.before, strict=True
-        ):
+        tensors = zip(self.names, self.sharded, self.alone, self.before, strict=True)
+        for name, sharded, alone, before in tensors:
             diagnoses = {}
             for reason, (settings, steps) in _AS_IF.items():
-                diagnoses[reason] = alike = nn.Parameter(before.clone())
-                alike.grad, optimizer = right.grad, AdamW([alike], **settings)
+                alike = nn.Parameter(before.clone())
+                alike.grad = alone.grad
+                optimizer = AdamW([alike], **settings)
                 for _ in range(steps):
                     optimizer.step()
+                diagnoses[reason] = alike
             otherwise = "not what one optimizer alone makes of it."
-            yield from unlike(name, found, right, diagnoses, otherwise, torch.equal)
+            yield from unlike(name, sharded, alone, diagnoses, otherwise, torch.equal)
 
     def has_states(self) -> list[bool]:
         """Of each parameter, on this rank."""
         return [any(optimizer.state.get(x) for optimizer in self.inside) for x in self.sharded]
 
     def sharing_mistakes(self) -> Iterator[str]:
-        kept, sizes = from_all(self.has_states()), [x.nbytes for x in self.sharded]
+        kept = from_all(self.has_states())
         for name, keeps in zip(self.names, zip(*kept, strict=True), strict=True):
             if sum(keeps) != 1:
                 yield f"{name} has states on {sum(keeps)} ranks. Give the one inside what it owns."
-        shares = [
-            sum(size for size, keeps in zip(sizes, own, strict=True) if keeps) for own in kept
-        ]
-        if max(shares) > sum(sizes) / len(shares) + max(sizes):
-            rank, share = shares.index(max(shares)), max(shares) / sum(sizes)
+        sizes = [x.nbytes for x in self.sharded]
+        shares = [sum(map(mul, sizes, keeps)) for keeps in kept]
+        largest = max(shares)
+        if largest > sum(sizes) / len(shares) + max(sizes):
+            share = largest / sum(sizes)
+            rank = shares.index(largest)
             yield f"rank {rank} keeps {share:.0%} of the states. Assign by bytes, not by number."

@@ -1,22 +1,25 @@
 """Properties of a tensor-parallel SwiGLU layer, with error messages for its author."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from cs336_systems.checks.exercise import Property
-from cs336_systems.checks.on_ranks import checker, unlike
+from cs336_systems.checks.on_ranks import Findings, checker, unlike
 from cs336_systems.model import SwiGLU
 
-_D_MODEL, _WIDTH, _TOKENS = 6, 5, 4  # _WIDTH of a rank: different sizes, so that a wrong cut shows
+# Different sizes, so that a wrong cut shows.
+_D_MODEL = 6
+_WIDTH_OF_A_RANK = 5
+_TOKENS = 4
 _CUTS = {"w1": 0, "w2": 1, "w3": 0}
 LayerClass = Callable[[SwiGLU, dist.ProcessGroup | None], nn.Module]
 
 
 @checker
-def check_tensor_parallel(layer_class: LayerClass) -> Iterator[str | Property]:
+def check_tensor_parallel(layer_class: LayerClass) -> Findings:
     """Try a tensor-parallel SwiGLU layer in two CPU processes, against the whole layer.
 
     It is called as `layer_class(full, group)` with the whole layer, equal on every rank, and needs parameters
@@ -24,31 +27,23 @@ def check_tensor_parallel(layer_class: LayerClass) -> Iterator[str | Property]:
     """
     yield from _is_whole(layer_class, None)
     alone, _ = dist.new_subgroups(1)
-    for found in _is_whole(layer_class, alone):
-        yield (
-            ""
-            if isinstance(found, Property)
-            else f"in a group of this rank alone, {found} Use the group."
-        )
+    for finding in _is_whole(layer_class, alone):
+        held = isinstance(finding, Property)
+        yield "" if held else f"in a group of this rank alone, {finding} Use the group."
 
 
-def _is_whole(layer_class: LayerClass, group: dist.ProcessGroup | None) -> Iterator[str | Property]:
+def _is_whole(layer_class: LayerClass, group: dist.ProcessGroup | None) -> Findings:
     torch.manual_seed(0)
-    n, rank, width = (
-        dist.get_world_size(group),
-        dist.get_rank(group),
-        _WIDTH * dist.get_world_size(),
-    )
-    full, part = (
-        SwiGLU(_D_MODEL, width),
-        SwiGLU(_D_MODEL, width // n),
-    )  # part has this rank's slices alone
+    n = dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    width = _WIDTH_OF_A_RANK * dist.get_world_size()
+    full = SwiGLU(_D_MODEL, width)
+    # It gets this rank's slices alone.
+    part = SwiGLU(_D_MODEL, width // n)
     layer = layer_class(full, group)
     for name, cut in _CUTS.items():
-        weight, wanted = (
-            getattr(layer, name, None),
-            getattr(full, name).weight.detach().chunk(n, cut)[rank],
-        )
+        weight = getattr(layer, name, None)
+        wanted = getattr(full, name).weight.detach().chunk(n, cut)[rank]
         pieces = f"{('rows', 'columns')[cut]} (dimension {cut})"
         if not isinstance(weight, nn.Parameter):
             yield f"`.{name}` is no nn.Parameter. Keep this rank's slice of {name} there."
@@ -60,8 +55,10 @@ def _is_whole(layer_class: LayerClass, group: dist.ProcessGroup | None) -> Itera
     yield Property("every rank has its slice of each weight")
 
     x, gradient = torch.randn(2, _TOKENS, _D_MODEL)
-    mine, of_all, own = (x.clone().requires_grad_() for _ in range(3))
-    output, expected, term = layer(mine), full(of_all), part(own)
+    x_of_layer, x_of_full, x_of_part = (x.clone().requires_grad_() for _ in range(3))
+    output = layer(x_of_layer)
+    expected = full(x_of_full)
+    term = part(x_of_part)
     torch.autograd.backward([output, expected, term], [gradient] * 3)
     otherwise = "not that of the whole layer."
     diagnoses = {
@@ -70,19 +67,17 @@ def _is_whole(layer_class: LayerClass, group: dist.ProcessGroup | None) -> Itera
     }
     yield from unlike("the output", output, expected, diagnoses, otherwise)
     for name, cut in _CUTS.items():
-        found, wanted = (
-            getattr(layer, name).grad,
-            getattr(full, name).weight.grad.chunk(n, cut)[rank],
-        )
-        diagnoses = {
-            f"{n} times too large. The backward of the last all-reduce sends nothing.": n * wanted
-        }
-        yield from unlike(
-            f"the gradient of {name}", found, wanted, diagnoses, f"{otherwise} Take its slice."
-        )
+        d_weight = getattr(layer, name).grad
+        wanted = getattr(full, name).weight.grad.chunk(n, cut)[rank]
+        too_large = f"{n} times too large. The backward of the last all-reduce sends nothing."
+        what = f"the gradient of {name}"
+        otherwise_slice = f"{otherwise} Take its slice."
+        yield from unlike(what, d_weight, wanted, {too_large: n * wanted}, otherwise_slice)
+    d_input = x_of_full.grad
     diagnoses = {
-        "only what comes through this rank's slice. All-reduce it.": own.grad,
-        "a mean. What comes through the slices adds up: do not divide.": of_all.grad / n,
+        "only what comes through this rank's slice. All-reduce it.": x_of_part.grad,
+        "a mean. What comes through the slices adds up: do not divide.": d_input / n,
     }
-    yield from unlike("the gradient of the input", mine.grad, of_all.grad, diagnoses, otherwise)
+    what = "the gradient of the input"
+    yield from unlike(what, x_of_layer.grad, d_input, diagnoses, otherwise)
     yield Property("output and gradients are those of the whole layer")
