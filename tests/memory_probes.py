@@ -15,15 +15,21 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, *existing: Tensor):
         super().__init__()
-        self.live, self.peak = dict[int, int](), 0
+        self.live = dict[int, int]()
+        self.peak = 0
         self._note(existing)
 
-    def _note(self, made) -> None:
-        for storage in (x.untyped_storage() for x in tree_iter(made) if isinstance(x, Tensor)):
-            if storage._cdata not in self.live:
-                self.live[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self.live.pop, storage._cdata)
+    def _note(self, results) -> None:
+        for x in tree_iter(results):
+            if isinstance(x, Tensor):
+                self._follow(x.untyped_storage())
         self.peak = max(self.peak, sum(self.live.values()))
+
+    def _follow(self, storage) -> None:
+        key = storage._cdata
+        if key not in self.live:
+            self.live[key] = storage.nbytes()
+            weakref.finalize(storage, self.live.pop, key)
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))

@@ -4,7 +4,9 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from cs336_systems.configs import model_size
 from cs336_systems.functional import cross_entropy
@@ -19,20 +21,19 @@ def a_model(**changes) -> TransformerLM:
     return TransformerLM(**DIMENSIONS | changes)
 
 
-def some_tokens(batch_size: int = 3, sequence: int = 16) -> torch.Tensor:
+def some_tokens(batch_size: int = 3, sequence: int = 16) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(DIMENSIONS["vocab_size"], (batch_size, sequence), generator=generator)
 
 
 ATTENTION = [f"attn.{part}_proj" for part in ("q", "k", "v", "output")]
-OF_A_BLOCK = ["ln1", "ln2", *ATTENTION, "ffn.w1", "ffn.w2", "ffn.w3"]
-HANDOUT_NAMES = {
-    *("token_embeddings.weight", "ln_final.weight", "lm_head.weight"),
-    *(f"layers.{i}.{part}.weight" for i in range(DIMENSIONS["num_layers"]) for part in OF_A_BLOCK),
-}
+OF_A_BLOCK = ATTENTION + ["ln1", "ln2", "ffn.w1", "ffn.w2", "ffn.w3"]
+HANDOUT_NAMES = {"token_embeddings.weight", "ln_final.weight", "lm_head.weight"}
+for layer in range(DIMENSIONS["num_layers"]):
+    HANDOUT_NAMES |= {f"layers.{layer}.{part}.weight" for part in OF_A_BLOCK}
 
 
-def logits_by_the_handout(weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+def logits_by_the_handout(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     """In float64, of PyTorch's own functions; positions are turned as complex numbers."""
     weights = {name: weight.double() for name, weight in weights.items()}
 
@@ -41,21 +42,26 @@ def logits_by_the_handout(weights: dict[str, torch.Tensor], tokens: torch.Tensor
 
     def turned(x):  # (..., positions, width of a head)
         pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-        rates = 10_000.0 ** (-2 * torch.arange(pairs.shape[-1], dtype=torch.float64) / x.shape[-1])
-        angles = torch.arange(x.shape[-2])[:, None] * rates
-        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+        *_, positions, count = pairs.shape
+        rates = 10_000.0 ** (-torch.arange(count, dtype=torch.float64) / count)
+        angles = torch.arange(positions)[:, None] * rates
+        rotations = torch.polar(torch.ones_like(angles), angles)
+        return torch.view_as_real(pairs * rotations).flatten(-2)
+
+    def heads(x, name):
+        projection = x @ weights[name].T
+        return projection.unflatten(-1, (DIMENSIONS["num_heads"], -1)).transpose(1, 2)
 
     def attention(x, layer):
-        projections = (x @ weights[f"{layer}.attn.{name}_proj.weight"].T for name in "qkv")
-        q, k, v = (
-            x.unflatten(-1, (DIMENSIONS["num_heads"], -1)).transpose(1, 2) for x in projections
-        )
+        q, k, v = (heads(x, f"{layer}.attn.{name}_proj.weight") for name in "qkv")
         output = F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True)
-        return output.transpose(1, 2).flatten(-2) @ weights[f"{layer}.attn.output_proj.weight"].T
+        concatenated = output.transpose(1, 2).flatten(-2)
+        return concatenated @ weights[f"{layer}.attn.output_proj.weight"].T
 
     def feed_forward(x, layer):
         w1, w2, w3 = (weights[f"{layer}.ffn.w{i}.weight"] for i in (1, 2, 3))
-        return (F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T
+        gated = F.silu(x @ w1.T) * (x @ w3.T)
+        return gated @ w2.T
 
     x = weights["token_embeddings.weight"][tokens]
     for i in range(DIMENSIONS["num_layers"]):
@@ -67,30 +73,35 @@ def logits_by_the_handout(weights: dict[str, torch.Tensor], tokens: torch.Tensor
 
 def test_weights_by_the_handouts_names_load_and_give_the_handouts_logits():
     # Norm weights are ones after initialisation; anything else, so that a forgotten one shows.
-    weights = {name: w + 0.1 * torch.randn_like(w) for name, w in a_model().state_dict().items()}
-    assert set(weights) == HANDOUT_NAMES
-    model, tokens = a_model(), some_tokens()
+    drawn = a_model().state_dict()
+    assert set(drawn) == HANDOUT_NAMES
+    weights = {name: w + 0.1 * torch.randn_like(w) for name, w in drawn.items()}
+    model = a_model()
+    tokens = some_tokens()
     model.load_state_dict(weights, strict=True)
     expected = logits_by_the_handout(weights, tokens)
-    torch.testing.assert_close(model(tokens).double(), expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(model.double()(tokens), expected, rtol=1e-5, atol=1e-5)
+    assert_close(model(tokens).double(), expected, rtol=1e-4, atol=1e-4)
+    assert_close(model.double()(tokens), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_future_and_the_neighbour_are_not_seen():
-    model, tokens = a_model(), some_tokens()
+    model = a_model()
+    tokens = some_tokens()
     before = model(tokens)
     changed = tokens.clone()
     changed[1, 10:] = (changed[1, 10:] + 1) % DIMENSIONS["vocab_size"]
     after = model(changed)
-    torch.testing.assert_close(after[[0, 2]], before[[0, 2]])
-    torch.testing.assert_close(after[1, :10], before[1, :10])
+    assert_close(after[[0, 2]], before[[0, 2]])
+    assert_close(after[1, :10], before[1, :10])
     assert not torch.isclose(after[1, 10:], before[1, 10:]).all(-1).any()
-    torch.testing.assert_close(model(tokens[:, :5]), before[:, :5])
+    assert_close(model(tokens[:, :5]), before[:, :5])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_computes_in_16_bit_and_keeps_parameters_and_gradients_in_32(dtype):
-    model, tokens, seen = a_model(), some_tokens(), []
+    model = a_model()
+    tokens = some_tokens()
+    seen = []
     for module in (model.layers[0].attn.q_proj, model.layers[0], model.ln_final):
         module.register_forward_hook(lambda *call: seen.append(call[2].dtype))
     with torch.autocast("cpu", dtype):
@@ -100,24 +111,26 @@ def test_autocast_computes_in_16_bit_and_keeps_parameters_and_gradients_in_32(dt
     assert seen == [dtype, torch.float32, torch.float32]  # projection, residual stream, norm
     assert (logits.dtype, loss.dtype) == (dtype, torch.float32)
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-    torch.testing.assert_close(logits.float(), model(tokens), rtol=0.05, atol=0.05)
+    assert_close(logits.float(), model(tokens), rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_model_can_be_built_in_another_type(dtype):
     for model in (a_model(dtype=dtype), a_model().to(dtype)):
-        assert {b.dtype for b in model.buffers()} == {torch.float32}
-        assert {p.dtype for p in model.parameters()} == {model(some_tokens()).dtype} == {dtype}
+        assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+        assert model(some_tokens()).dtype == dtype
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiles_into_one_graph(autocast):
     # The graph is what breaks or not; backend "eager" takes it as it is, and generates no code.
-    model, tokens = a_model(num_layers=1), some_tokens()
+    model = a_model(num_layers=1)
+    tokens = some_tokens()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         atol = 2e-2 if autocast else 1e-5
-        torch.testing.assert_close(compiled(tokens), model(tokens), rtol=1e-2, atol=atol)
+        assert_close(compiled(tokens), model(tokens), rtol=1e-2, atol=atol)
     cross_entropy(compiled(tokens), tokens).backward()
     assert all(p.grad is not None for p in model.parameters())
 
@@ -138,9 +151,10 @@ def test_a_meta_model_costs_nothing_and_is_filled_later():
         lambda model: model.load_state_dict(direct.state_dict(), assign=True),
     ):
         later = a_model(device="meta")
-        assert all(tensor.is_meta for tensor in [*later.parameters(), *later.buffers()])
+        assert all(parameter.is_meta for parameter in later.parameters())
+        assert all(buffer.is_meta for buffer in later.buffers())
         fill(later)
-        torch.testing.assert_close(later(some_tokens()), direct(some_tokens()), rtol=0, atol=0)
+        assert_close(later(some_tokens()), direct(some_tokens()), rtol=0, atol=0)
         assert not any(buffer.is_meta for buffer in later.buffers())
 
 
@@ -149,19 +163,20 @@ def test_what_is_float32_does_not_follow_the_default_dtype(default):
     """Model, loss, optimizer: the same numbers under another default. Kernels have a test of their own."""
 
     def results():
-        model, tokens = a_model(dtype=torch.float32), some_tokens()
+        model = a_model(dtype=torch.float32)
+        tokens = some_tokens()
         loss = cross_entropy(model(tokens), tokens)
         loss.backward()
         AdamW(model.parameters()).step()
-        return [loss.detach(), *(p.detach() for p in model.parameters()), *model.buffers()]
+        return [loss] + list(model.parameters()) + list(model.buffers())
 
     wanted = results()
     torch.set_default_dtype(default)
     try:
-        found = results()
+        under_another = results()
     finally:
         torch.set_default_dtype(torch.float32)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert_close(under_another, wanted, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -177,9 +192,14 @@ def test_weights_are_drawn_from_truncated_normals(dtype):
         assert weight.std() == pytest.approx(left * std, rel=0.01)
         assert abs(weight.mean()) < 0.015 * std
         assert 2.8 * std < weight.abs().max() <= 3.01 * std
-        kurtosis = (weight / weight.std()).pow(4).mean()
+        standardised = weight / weight.std()
+        kurtosis = standardised.pow(4).mean()
         assert kurtosis == pytest.approx(2.84, abs=0.06)  # 3 without the cut, 1.8 if uniform
     assert torch.equal(RMSNorm(7).weight, torch.ones(7))
+
+
+def mismatched_loss():
+    return cross_entropy(torch.zeros(2, 3, 7), torch.zeros(3, 2).long())
 
 
 @pytest.mark.parametrize(
@@ -191,10 +211,7 @@ def test_weights_are_drawn_from_truncated_normals(dtype):
         (lambda: a_model(d_ff=40.0), "d_ff.*40.0"),
         (lambda: a_model()(some_tokens(1, 17)), r"17.*16"),
         (lambda: a_model(attention_implementation="magic")(some_tokens()), "magic"),
-        (
-            lambda: cross_entropy(torch.zeros(2, 3, 7), torch.zeros(3, 2).long()),
-            r"\(2, 3\).*\(3, 2\)",
-        ),
+        (mismatched_loss, r"\(2, 3\).*\(3, 2\)"),
         (lambda: model_size("tiny", 2024), "2024.*2025, 2026"),
         (lambda: model_size("tiny", "2025"), "'2025'.*2025, 2026"),
         (lambda: model_size("huge"), "huge.*tiny.*2.7B"),

@@ -20,33 +20,33 @@ class Written:
 
     def __init__(self, number: str, name: str) -> None:
         (path,) = project().notebooks.glob(f"{number}_*.ipynb")
-        cells = [
-            cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"
-        ]
-        place = next(
-            i for i, cell in enumerate(cells) if has_solution(cell) and name in makes(cell.source)
-        )
-        following = [i for i in range(place + 1, len(cells)) if has_solution(cells[i])] + [
-            len(cells)
-        ]
-        checkers = [
-            i for i in range(place, following[0]) if CHECKER in cells[i].metadata.get("tags", ())
-        ]
-        wanted, needed = set(), []
+        cells = nbformat.read(path, as_version=4).cells
+        cells = [cell for cell in cells if cell.cell_type == "code"]
+        steps = [i for i, cell in enumerate(cells) if has_solution(cell)]
+        place = next(i for i in steps if name in makes(cells[i].source))
+        end = next((i for i in steps if i > place), len(cells))
+        checkers = [i for i in range(place, end) if _is_checker(cells[i])]
+        self.name = name
+        self.solution = cells[place].source
+        self.before = []
+        self.after = []
+        # From the last checker back: what makes something that a later cell reads.
+        wanted = set()
         for i in range(checkers[-1], -1, -1):
-            if i in checkers or makes(cells[i].source) & wanted:
-                wanted |= reads(cells[i].source)
-                needed.append(i)
-        self.name, self.solution = name, cells[place].source
-        self.before = [cells[i].source for i in needed[::-1] if i < place]
-        self.after = [cells[i].source for i in needed[::-1] if i > place]
+            source = cells[i].source
+            if i in checkers or makes(source) & wanted:
+                wanted |= reads(source)
+                if i != place:
+                    side = self.before if i < place else self.after
+                    side.insert(0, source)
 
     def made(self, *changes: str) -> Any:
         """What the cells make under its name, with pieces of them replaced: (piece, instead, piece, ...)."""
-        source, names = "\n\n".join([*self.before, self.solution]), {}
+        source = "\n\n".join(self.before + [self.solution])
         for piece, instead in zip(changes[::2], changes[1::2], strict=True):
             assert piece in source, piece
             source = source.replace(piece, instead)
+        names: dict[str, Any] = {}
         _run(names, source)
         return names[self.name]
 
@@ -61,6 +61,10 @@ class Written:
 written = cache(Written)
 
 
+def _is_checker(cell) -> bool:
+    return CHECKER in cell.metadata.get("tags", ())
+
+
 def with_backward(function, finds=lambda own, last: own, reads=lambda d_output: d_output):
     """The function; its backward `finds` inputs, of its own call or of the last, and `reads` the gradient."""
 
@@ -72,15 +76,16 @@ def with_backward(function, finds=lambda own, last: own, reads=lambda d_output: 
 
         @staticmethod
         def backward(ctx, d_output):
-            found = finds(ctx.own, WithBackward.last)
-            inputs = [
-                x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in found
-            ]
+            inputs = [_leaf(x) for x in finds(ctx.own, WithBackward.last)]
             with torch.enable_grad():
                 function(*inputs).backward(reads(d_output))
             return tuple(getattr(x, "grad", None) for x in inputs)
 
     return WithBackward.apply
+
+
+def _leaf(x):
+    return x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x
 
 
 def as_contiguous(x):
@@ -90,11 +95,13 @@ def as_contiguous(x):
 
 def _run(names: dict[str, Any], *sources: str) -> str:
     """What cells print, run as in a notebook: what is defined finds its source, for which Triton asks."""
-    names |= {"__name__": "__main__", "display": lambda *shown, **how: None}  # of IPython
+    names["__name__"] = "__main__"
+    names["display"] = lambda *shown, **how: None  # IPython's
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         for source in sources:
             file = f"<cell {hash(source)}>"
-            linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+            code_lines = source.splitlines(keepends=True)
+            linecache.cache[file] = len(source), None, code_lines, file
             exec(compile(source, file, "exec"), names)
     return printed.getvalue()
 
@@ -109,11 +116,10 @@ def makes(source: str) -> set[str]:
 def reads(source: str) -> set[str]:
     """The names that a cell takes from others; arguments and what is local to a function are its own."""
     cell = symtable.symtable(source, "cell", "exec")
-    names, tables = (
-        {s.get_name() for s in cell.get_symbols() if s.is_referenced()},
-        cell.get_children(),
-    )
+    names = {symbol.get_name() for symbol in cell.get_symbols() if symbol.is_referenced()}
+    tables = cell.get_children()
     while tables:
-        tables += (table := tables.pop()).get_children()
+        table = tables.pop()
+        tables += table.get_children()
         names |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()}
     return names

@@ -20,14 +20,26 @@ def mixed_batch(q, k, v, is_causal):
 
 
 def without_a_maximum(q, k, v, is_causal):
-    p = (q @ k.mT / math.sqrt(q.shape[-1])).exp()
-    p = p * causal_mask(*p.shape[-2:], device=p.device) if is_causal else p
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    p = scores.exp()
+    if is_causal:
+        p = p * causal_mask(*p.shape[-2:], device=p.device)
     return p / p.sum(-1, keepdim=True) @ v
 
 
 def in_tf32(q, k, v, is_causal):
     """With the ten bits of mantissa that TF32 keeps."""
-    q, k, v = ((x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (q, k, v))
+    rounded = [x.view(torch.int32) & ~0x1FFF for x in (q, k, v)]
+    q, k, v = (x.view(torch.float32) for x in rounded)
+    return plain_attention(q, k, v, is_causal)
+
+
+def in_float16(q, k, v, is_causal):
+    return plain_attention(q.half(), k.half(), v.half(), is_causal).float()
+
+
+def without_strides(q, k, v, is_causal):
+    q, k, v = map(as_contiguous, (q, k, v))
     return plain_attention(q, k, v, is_causal)
 
 
@@ -64,18 +76,12 @@ def test_a_name_has_to_be_in_the_registry():
         (mixed_batch, "O of case 'full'.*batch and queries flattened together"),
         (lambda q, k, v, c: plain_attention(q, k, v, False), "O of case 'causal'"),
         (without_a_maximum, "O of case 'large scores'.*not finite"),
-        (
-            lambda q, k, v, c: plain_attention(q.half(), k.half(), v.half(), c).float(),
-            "case 'full'.*allowed",
-        ),
+        (in_float16, "case 'full'.*allowed"),
         (lambda q, k, v, c: plain_attention(q, k.detach(), v, c), "dK of case 'full' is missing"),
         (lambda *qkvc: plain_attention(*qkvc).mT, r"is \(3, 64, 128\), .*; wanted: \(3, 128, 64\)"),
+        (without_strides, "O of .* by their strides"),
         (
-            lambda *qkvc: plain_attention(*map(as_contiguous, qkvc[:3]), qkvc[3]),
-            "O of .* by their strides",
-        ),
-        (
-            with_backward(plain_attention, lambda own, last: (*own[:3], last[3])),
+            with_backward(plain_attention, lambda own, last: own[:3] + last[3:]),
             "dQ of .* in ctx alone",
         ),
     ],

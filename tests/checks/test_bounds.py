@@ -23,7 +23,8 @@ def by_pointers(x_ptr, y_ptr, n, seen, BLOCK: tl.constexpr):
 def by_block_pointers(x_ptr, y_ptr, n, seen, BLOCK: tl.constexpr):
     x = tl.make_block_ptr(x_ptr, (seen,), (1,), (0,), (BLOCK,), (0,))
     y = tl.make_block_ptr(y_ptr, (n,), (1,), (0,), (BLOCK,), (0,))
-    tl.store(y, tl.load(x, boundary_check=(0,), padding_option="zero"), boundary_check=(0,))
+    loaded = tl.load(x, boundary_check=(0,), padding_option="zero")
+    tl.store(y, loaded, boundary_check=(0,))
 
 
 @triton.jit
@@ -45,7 +46,8 @@ FORMS = [by_pointers, by_block_pointers, by_nan_padding, by_descriptors]
 
 @pytest.mark.parametrize("kernel", FORMS)
 def test_a_kernel_is_named_only_if_it_reaches_beyond(kernel, capsys):
-    x, y = torch.randn(20), torch.zeros(20)
+    x = torch.randn(20)
+    y = torch.zeros(20)
     with step("copy") as check:
         kernel[1,](x, y, 20, 20, BLOCK=32)
         check.close("a copy", y, x)
@@ -66,16 +68,19 @@ def by_table(table_ptr, y_ptr):
 @pytest.mark.parametrize("broken", [None, "_extents", "_outside"])
 def test_what_cannot_be_watched_is_not_judged(broken, monkeypatch, capsys):
     """A table of addresses; or the watcher fails."""
-    x, y = torch.randn(4), torch.zeros(4)
+    x = torch.randn(4)
+    y = torch.zeros(4)
     if broken:
         monkeypatch.setattr(bounds, broken, lambda *_: 1 / 0)
     with step("copy") as check:
-        by_pointers[1,](x, y, 4, 4, BLOCK=8) if broken else by_table[1,](
-            torch.tensor([x.data_ptr()]), y
-        )
+        if broken:
+            by_pointers[1,](x, y, 4, 4, BLOCK=8)
+        else:
+            by_table[1,](torch.tensor([x.data_ptr()]), y)
         check.close("a copy", y, x)
+    kernel = "by_pointers" if broken else "by_table"
     assert check.passed
-    assert f"· by_{'pointers' if broken else 'table'}: not watched" in capsys.readouterr().out
+    assert f"· {kernel}: not watched" in capsys.readouterr().out
 
 
 def test_another_interpreter_is_not_watched(monkeypatch, capsys):
@@ -103,15 +108,15 @@ def to_come(x_ptr):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "passed", "said"),
+    ("kernel", "passed", "mistake"),
     [
         (without_end, False, "✗ not done within 0.5 s; does a loop never end?"),
         (that_exits, False, "✗ SystemExit was raised"),
         (to_come, None, "kernel: not yet"),
     ],
 )
-def test_a_kernel_that_does_not_return_is_a_sentence(kernel, passed, said, capsys):
+def test_a_kernel_that_does_not_return_is_a_sentence(kernel, passed, mistake, capsys):
     with step("kernel", timeout_s=0.5) as check:
         kernel[1,](torch.zeros(1))
     assert check.passed is passed
-    assert capsys.readouterr().out.startswith(said)
+    assert capsys.readouterr().out.startswith(mistake)

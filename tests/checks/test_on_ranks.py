@@ -21,11 +21,10 @@ def lines(*lines):
 
 
 # What is said of a solution, and the pieces in which it is changed: (piece, instead, piece, instead, ...).
-START, SEND = (
-    "self.module, self.handles = module, []",
-    "dist.all_reduce(parameter.grad, async_op=True)",
-)
-DIVIDE, WAIT = "parameter.grad /= dist.get_world_size()", "self.handles.pop().wait()"
+START = "self.module, self.handles = module, []"
+SEND = "dist.all_reduce(parameter.grad, async_op=True)"
+DIVIDE = "parameter.grad /= dist.get_world_size()"
+WAIT = "self.handles.pop().wait()"
 FINISH = "while self.handles:"
 DIVIDE_ALL = (
     "[p.grad.div_(dist.get_world_size()) for p in self.module.parameters() if p.grad is not None]"
@@ -47,13 +46,15 @@ DDP = {
     "hooks on a parameter do not":
         (START, lines(START, "[(p._post_accumulate_grad_hooks or {}).clear() for p in module.parameters()]")),
 }  # fmt: skip
-CLASS, STEP = "class AsyncSharded(ShardedStates):\n", "self.inside.step()\n"
+CLASS = "class AsyncSharded(ShardedStates):\n"
+STEP = "self.inside.step()\n"
 SUPER = "super().__init__(params, settings)"
 BROADCASTS = (
     "[dist.broadcast(p.data, src=owner, async_op=True) for p, owner in self.owners.items()]"
 )
 ROUNDED = "[[dist.broadcast(y := p.data.bfloat16(), src=r), p.data.copy_(y)] for p, r in self.owners.items()]"
-NO_UPDATE, LATER = ("mine.update(", "dict("), "self.inside.add_param_group(mine)"
+NO_UPDATE = ("mine.update(", "dict(")
+JOINS = "self.inside.add_param_group(mine)"
 FILL = (
     "without = [p for p in self.owners if p.grad is None]",
     "for p in without: p.grad = torch.zeros_like(p)",
@@ -65,7 +66,7 @@ OPTIMIZER = {
         ("self.owners |= owners", lines("self.owners |= owners", "group['params'] = mine['params']")),
     "param_groups have no 'lr'": (SUPER, lines(SUPER, "self.param_groups[0].pop('lr')")),
     "parameter 0 .* the settings were AdamW's defaults":
-        ("([mine], **self.settings)", "(mine['params'])", *NO_UPDATE),
+        ("([mine], **self.settings)", "(mine['params'])") + NO_UPDATE,
     "rank 0, 1: parameter 0 .* as before the step.* src=owner":
         ("src=owner", "src=(owner + 1) % self.world_size"),
     "8 of 8 broadcasts may still be under way": ("handle.wait()", "pass"),
@@ -89,16 +90,19 @@ OPTIMIZER = {
         ("in zip(self.param_groups,", "in zip(self.param_groups[:1],", ", strict=True", ""),
     "changes of settings .* parameter 1 .* Copy all settings": ('if name != "params"', 'if name == "lr"'),
     "after add_param_group, parameter 4 .* as before .* inside its part":
-        (LATER, lines("mine['params'] = [] if self.inside.state else mine['params']", f"    {LATER}")),
+        (JOINS, lines("mine['params'] = [] if self.inside.state else mine['params']", f"    {JOINS}")),
     "after add_param_group, parameter 0 .* keep the first group's states":
-        (LATER, lines(LATER, "    self.inside.state.clear()")),
+        (JOINS, lines(JOINS, "    self.inside.state.clear()")),
     "parameter 4 .* states on 2 ranks": ("if owners[p] ==", "if self.inside or owners[p] =="),
     "parameter 0 .* not what one optimizer alone makes of it": (BROADCASTS, lines("[]", ROUNDED)),
 }  # fmt: skip
 GATHER = "weight.work = all_gather(weight.all_rows, weight.sent, async_op=True)"
-ARRIVED, GRADIENT = "wanted[0].work.wait()", "weight.shard.grad = mine.to(weight.shard.dtype)"
-MEAN, MY_FSDP = "weight.whole.grad / dist.get_world_size(), None", "class MyFSDP(ShortFSDP):\n"
-FREE_IN_BACKWARD, REPLICATED = "None\n        weight.free()", "if parameter not in shards]\n"
+ARRIVED = "wanted[0].work.wait()"
+GRADIENT = "weight.shard.grad = mine.to(weight.shard.dtype)"
+MEAN = "weight.whole.grad / dist.get_world_size(), None"
+MY_FSDP = "class MyFSDP(ShortFSDP):\n"
+FREE_IN_BACKWARD = "None\n        weight.free()"
+REPLICATED = "if parameter not in shards]\n"
 FREE_BEFORE_FORWARD = """    def forward(self, *inputs):
         for weight in self.weights:
             if weight.work is not None:
@@ -178,7 +182,8 @@ def overlapped(wrap):
     yield from ddp_checks.unusual(wrap)
 
 
-GROUPS = {  # notebook and solution, checker, and what is said
+# Notebook and solution, checker, and what is said.
+GROUPS = {
     "ddp": ("35", "ShortOverlap", overlapped, DDP),
     "optimizer": ("41", "AsyncSharded", checks.check_sharded_optimizer.__wrapped__, OPTIMIZER),
     "fsdp": ("43", "MyFSDP", checks.check_fsdp.__wrapped__, FSDP),
@@ -190,22 +195,25 @@ GROUPS = {  # notebook and solution, checker, and what is said
 def failures(group):
     """What is said of each candidate of a group, all of them in one launch: none may disturb the next."""
 
-    def try_each(context, pickled):  # in here, so that it is sent by value
-        return {name: " ".join(try_properties(context, each)) for name, each in pickled.items()}
+    # In here, so that it is sent by value.
+    def try_all(context, jobs):
+        return {name: " ".join(try_properties(context, job)) for name, job in jobs.items()}
 
-    number, name, asked, changes = GROUPS[group]
+    number, name, properties, candidates = GROUPS[group]
     solution = written(number, name)
-    pickled = {
-        key: cloudpickle.dumps((solution.made(*each), asked)) for key, each in changes.items()
-    }
-    return launch(try_each, 2, pickled, backend="gloo", timeout_s=200)[0]
+    jobs = {}
+    for sentence, changes in candidates.items():
+        jobs[sentence] = cloudpickle.dumps((solution.made(*changes), properties))
+    return launch(try_all, 2, jobs, backend="gloo", timeout_s=200)[0]
 
 
-@pytest.mark.parametrize(
-    ("group", "sentence"), [(group, sentence) for group in GROUPS for sentence in GROUPS[group][-1]]
-)
+SENTENCES = [(group, sentence) for group in GROUPS for sentence in GROUPS[group][-1]]
+
+
+@pytest.mark.parametrize(("group", "sentence"), SENTENCES)
 def test_each_mistake_is_named(group, sentence):
-    assert re.search(sentence, failures(group)[sentence]), failures(group)[sentence]
+    mistakes = failures(group)[sentence]
+    assert re.search(sentence, mistakes), mistakes
 
 
 @pytest.mark.parametrize(
@@ -218,10 +226,9 @@ def test_each_mistake_is_named(group, sentence):
     ],
 )
 def test_what_does_not_get_through_is_one_sentence(changes, timeout_s, named, capsys):
+    candidate = written("35", "ShortOverlap").made(*changes)
     with checks.step("step"):
-        checks.check_ddp(
-            written("35", "ShortOverlap").made(*changes), timeout_s=timeout_s, world_size=1
-        )
+        checks.check_ddp(candidate, timeout_s=timeout_s, world_size=1)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("✗")]
     assert named in line
 
@@ -254,9 +261,8 @@ def test_what_cannot_be_watched_is_not_judged(capsys):
 
 
 def test_what_a_class_raises_is_told():
-    with pytest.raises(
-        AssertionError, match=r"did not get through: .* d_ff is 5; allowed: a multiple of 2"
-    ):
+    sentence = "did not get through: .* d_ff is 5; allowed: a multiple of 2"
+    with pytest.raises(AssertionError, match=sentence):
         checks.check_tensor_parallel(
             lambda full, _: parallel.TensorParallelSwiGLU(type(full)(4, 5))
         )

@@ -13,7 +13,8 @@ whole_ring = ALTERNATE.made()
 def usual_ring(mine, rank, n):
     parts = mine.clone().tensor_split(n)
     for hop in range(2 * (n - 1)):
-        arrived, target = (yield parts[(rank - hop) % n]), parts[(rank - hop - 1) % n]
+        arrived = yield parts[(rank - hop) % n]
+        target = parts[(rank - hop - 1) % n]
         target.copy_(target + arrived if hop < n - 1 else arrived)
     return torch.cat(parts)
 
@@ -28,7 +29,8 @@ def test_right_rings_pass(ring, sent, capsys):
 
 
 LOOP = "for _ in range(n - 1):"
-WRONG = {  # what is said, and how the ring is changed
+# What is said, and how the ring is changed.
+WRONG = {
     "missing": (LOOP, "for _ in range(n - 2):"),
     "clone": ("total, moving = mine.clone(), mine", "total, moving = mine, mine.clone()"),
     "yield": ("moving = yield moving", "pass"),
@@ -37,11 +39,10 @@ WRONG = {  # what is said, and how the ring is changed
 }
 
 
-@pytest.mark.parametrize("word", ["they send", *WRONG])
+@pytest.mark.parametrize("word", ["they send"] + list(WRONG))
 def test_a_mistake_is_named(word, capsys):
+    ring = ALTERNATE.made(*WRONG[word]) if word in WRONG else usual_ring
     with step("ring") as check:
-        check_ring(
-            check, ALTERNATE.made(*WRONG[word]) if word in WRONG else usual_ring, lambda n: n - 1
-        )
+        check_ring(check, ring, lambda n: n - 1)
     assert check.passed is False
     assert word in capsys.readouterr().out
