@@ -24,17 +24,22 @@ TINY = model_size("tiny")
 EVERY_SIZE = [config for sizes in MODEL_SIZES.values() for config in sizes.values()]
 over_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 PASSES = ("forward", "forward_backward", "train_step")
-a_config = st.builds(
-    lambda heads, half_head, d_ff, layers, vocab: ModelConfig(
-        "random", 0, heads * 2 * half_head, d_ff, layers, heads, vocab
-    ),
-    *(st.integers(*bounds) for bounds in ((1, 4), (1, 8), (1, 80), (1, 3), (2, 90))),
-)
-a_batch_size, a_length, a_dtype = (
-    st.integers(1, 3),
-    st.integers(2, 24),
-    st.sampled_from(sorted(DTYPES)),
-)
+
+
+@st.composite
+def random_configs(draw):
+    heads = draw(st.integers(1, 4))
+    width = draw(st.integers(1, 8)) * 2 * heads
+    d_ff = draw(st.integers(1, 80))
+    layers = draw(st.integers(1, 3))
+    vocabulary = draw(st.integers(2, 90))
+    return ModelConfig("random", 0, width, d_ff, layers, heads, vocabulary)
+
+
+a_config = random_configs()
+a_batch_size = st.integers(1, 3)
+a_length = st.integers(2, 24)
+a_dtype = st.sampled_from(sorted(DTYPES))
 
 
 def steps_of(
@@ -46,20 +51,29 @@ def steps_of(
 
 def saved_bytes(run, *known) -> int:
     """Bytes of the storages that autograd saves, apart from those of tensors that are known."""
-    owned, saved = {x.untyped_storage().data_ptr() for x in known}, []
-    with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+    owned = {x.untyped_storage().data_ptr() for x in known}
+    saved = []
+
+    def on_saved(x):
+        if x.untyped_storage().data_ptr() not in owned:
+            saved.append(x)
+        return x
+
+    with saved_tensors_hooks(on_saved, lambda x: x):
         output = run()
     assert output.requires_grad
-    return storage_bytes(x for x in saved if x.untyped_storage().data_ptr() not in owned)
+    return storage_bytes(saved)
 
 
 @pytest.mark.parametrize("config", EVERY_SIZE, ids=lambda config: config.label)
 def test_parameters_of_every_size(config):
     model = build_model(config, 8, device="meta")
-    assert accounting.parameter_count(config) == sum(p.numel() for p in model.parameters())
-    for part, name in (("attention", ".attn."), ("feed_forward", ".ffn."), ("norms", "ln")):
-        numbers = sum(p.numel() for each, p in model.named_parameters() if name in each)
-        assert accounting.parameter_breakdown(config)[part] == numbers
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    assert accounting.parameter_count(config) == sum(sizes.values())
+    breakdown = accounting.parameter_breakdown(config)
+    for part, piece in (("attention", ".attn."), ("feed_forward", ".ffn."), ("norms", "ln")):
+        inside = [n for name, n in sizes.items() if piece in name]
+        assert breakdown[part] == sum(inside)
 
 
 @settings(max_examples=15)
@@ -71,30 +85,34 @@ def test_flops_are_those_of_torchs_counter(config, batch_size, context_length):
     with FlopCounterMode(display=False) as backward:
         steps.backward(loss)
     flops = accounting.forward_flops(config, batch_size, context_length)
-    assert (forward.get_total_flops(), backward.get_total_flops()) == (flops, 2 * flops)
+    assert forward.get_total_flops() == flops
+    assert backward.get_total_flops() == 2 * flops
     parts = accounting.flops_breakdown(config, batch_size, context_length)
+    counts = {name: sum(ops.values()) for name, ops in forward.get_flop_counts().items()}
     for part, end in (
         ("lm_head", ".lm_head"),
         ("feed_forward", ".ffn"),
         ("attention_projections", "_proj"),
     ):
-        counts = [each for name, each in forward.get_flop_counts().items() if name.endswith(end)]
-        assert parts[part] == sum(sum(each.values()) for each in counts)
+        ended = [n for name, n in counts.items() if name.endswith(end)]
+        assert parts[part] == sum(ended)
 
 
 @settings(max_examples=20)
 @given(a_config, a_batch_size, a_length, a_dtype)
 def test_activation_bytes_are_what_autograd_saves(config, batch_size, context_length, dtype):
     steps = steps_of(config, batch_size, context_length, dtype)
-    found = saved_bytes(steps.loss, steps.tokens, steps.targets, *steps.tensors()["parameters"])
-    assert accounting.activation_bytes(config, batch_size, context_length, dtype) == found
+    parameters = steps.tensors()["parameters"]
+    saved = saved_bytes(steps.loss, steps.tokens, steps.targets, *parameters)
+    assert accounting.activation_bytes(config, batch_size, context_length, dtype) == saved
 
 
 def measured_peak(config, batch_size, context_length, pass_, dtype, **how) -> int:
     """Peak of the second step, on fake tensors: the real operations in their order, without the numbers."""
     with FakeTensorMode():
         steps = steps_of(config, batch_size, context_length, dtype, **how)
-        with LiveBytes(steps.tokens, steps.targets, *steps.tensors()["parameters"]) as memory:
+        parameters = steps.tensors()["parameters"]
+        with LiveBytes(steps.tokens, steps.targets, *parameters) as memory:
             for _ in range(2 if pass_ == "train_step" else 1):
                 getattr(steps, pass_)()
     return memory.peak
@@ -105,23 +123,37 @@ def measured_peak(config, batch_size, context_length, pass_, dtype, **how) -> in
 @pytest.mark.parametrize(
     ("size", "batch_size", "context_length", "vocab_size"),
     [
-        *(("small", 4, 16, 10_000), ("small", 4, 256, 10_000), ("small", 400, 16, 100)),
-        *(("xl", 4, 512, 10_000), ("10B", 4, 128, 10_000), ("10B", 4, 2048, 10_000)),
+        ("small", 4, 16, 10_000),
+        ("small", 4, 256, 10_000),
+        ("small", 400, 16, 100),
+        ("xl", 4, 512, 10_000),
+        ("10B", 4, 128, 10_000),
+        ("10B", 4, 2048, 10_000),
     ],
 )
 def test_peak_bytes_are_what_lives_at_once(
     size, batch_size, context_length, vocab_size, pass_, dtype
 ):
     # A first and a last layer; those between them add what a whole model below adds.
-    config = dataclasses.replace(model_size(size, 2026), num_layers=2, vocab_size=vocab_size)
+    config = model_size(size, 2026)
+    config = dataclasses.replace(config, num_layers=2, vocab_size=vocab_size)
     run = (config, batch_size, context_length, pass_, dtype)
-    assert accounting.peak_bytes(*run) == pytest.approx(measured_peak(*run), rel=0.005)
+    expected = accounting.peak_bytes(*run)
+    assert expected == pytest.approx(measured_peak(*run), rel=0.005)
 
 
-POLICIES = {
-    **{name: checkpointing.policy(name) for name in ("every 1", "recursive", "from start")},
-    "uneven": lambda blocks: (blocks[0], tuple(blocks[1:3]), (tuple(blocks[3:5]), blocks[5])),
-}
+def uneven(blocks):
+    first, *segment, a, b, last = blocks
+    nested = ((a, b), last)
+    return (first, tuple(segment), nested)
+
+
+POLICIES = {name: checkpointing.policy(name) for name in ("every 1", "recursive", "from start")}
+POLICIES["uneven"] = uneven
+
+
+def under(policy):
+    return {"call": lambda model, tokens: checkpointing.forward_with(model, policy, tokens)}
 
 
 @over_dtypes
@@ -131,15 +163,13 @@ def test_peak_bytes_with_checkpoints_are_what_lives_at_once(size, context_length
     config = dataclasses.replace(model_size(size, 2026), num_layers=6)
     run = (config, 4, context_length, "forward_backward", dtype)
     expected = accounting.peak_bytes(*run, schedule=policy(range(6)))
-    found = measured_peak(
-        *run, call=lambda model, tokens: checkpointing.forward_with(model, policy, tokens)
-    )
-    assert expected == pytest.approx(found, rel=0.002)
+    peak = measured_peak(*run, **under(policy))
+    assert expected == pytest.approx(peak, rel=0.002)
 
 
 def attention_inputs(batch_size: int, context_length: int, d_head: int, dtype: str):
-    shape, dtype = (batch_size, context_length, d_head), torch_dtype(dtype)
-    return [torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3)]
+    options = {"dtype": torch_dtype(dtype), "requires_grad": True}
+    return [torch.randn(batch_size, context_length, d_head, **options) for _ in range(3)]
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -151,11 +181,11 @@ def test_attention_peak_bytes_are_what_lives_at_once(
 ):
     with FakeTensorMode():
         q, k, v = attention_inputs(8, context_length, d_head, dtype)
-        backward, output_gradient = (
-            pass_ == "forward_backward",
-            torch.randn_like(q, requires_grad=False),
-        )
-        inputs = (q, k, v, output_gradient)[: 3 + backward]
+        output_gradient = torch.randn_like(q, requires_grad=False)
+        inputs = [q, k, v]
+        backward = pass_ == "forward_backward"
+        if backward:
+            inputs.append(output_gradient)
         with LiveBytes(*inputs) as memory, torch.set_grad_enabled(backward):
             output = plain_attention(q, k, v, is_causal)
             if backward:
@@ -166,9 +196,13 @@ def test_attention_peak_bytes_are_what_lives_at_once(
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_fused_attention_counts_the_scores_not_masked(is_causal):
-    scores = 3 * sum(1 for i in range(13) for j in range(13) if j <= i or not is_causal)
+    visible = torch.ones(13, 13)
+    if is_causal:
+        visible = visible.tril()
+    scores = 3 * int(visible.sum())
+    flops = accounting.flash_flops(3, 13, 64, is_causal=is_causal)
     assert accounting.flash_scores(3, 13, is_causal) == scores
-    assert accounting.flash_flops(3, 13, 64, is_causal=is_causal) == 4 * 64 * scores
+    assert flops == 4 * 64 * scores
 
 
 ON_GPU = [(pass_, dtype, "none") for pass_ in PASSES for dtype in ("float32", "bfloat16")]
@@ -178,15 +212,16 @@ ON_GPU += [("forward_backward", "float32", name) for name in ("every 1", "every 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("pass_", "dtype", "name"), ON_GPU)
 def test_peak_bytes_are_what_the_allocator_saw(pass_, dtype, name):
-    config, policy = model_size("small"), checkpointing.policy(name)
+    config = model_size("small")
+    policy = checkpointing.policy(name)
     release_memory("cuda")  # workspaces of other tests' threads
-    call = {"call": lambda model, tokens: checkpointing.forward_with(model, policy, tokens)}
-    steps = steps_of(config, 4, 512, dtype, device="cuda", **call)
+    steps = steps_of(config, 4, 512, dtype, device="cuda", **under(policy))
     for _ in range(2):
         steps.model.zero_grad()
         torch.cuda.reset_peak_memory_stats()
         getattr(steps, pass_)()
     measured = torch.cuda.memory_stats()["requested_bytes.all.peak"]  # before it rounds sizes up
-    expected = accounting.peak_bytes(config, 4, 512, pass_, dtype, policy(range(config.num_layers)))
+    schedule = policy(range(config.num_layers))
+    expected = accounting.peak_bytes(config, 4, 512, pass_, dtype, schedule)
     # Beyond the tensors: a workspace of cuBLAS for each of two threads, 32 MiB on Hopper.
     assert expected <= measured <= 1.002 * expected + 2 * 32 * 2**20

@@ -9,11 +9,18 @@ from cs336_systems.accounting.collective_costs import bus_factor, fit_alpha_beta
 from cs336_systems.accounting.network import Links, collective_finish, run_tasks
 from cs336_systems.configs import model_size
 
-TINY, LINKS = model_size("tiny"), Links(4.0, 0.5)
+TINY = model_size("tiny")
+LINKS = Links(4.0, 0.5)
+ONE_DEAD = np.array([1.0, 0.0])
 
 
 def evaluate(**values):
-    return scaling.evaluate(3 * scaling.D * scaling.F / scaling.N / scaling.W, values)
+    flops = scaling.D * scaling.F / scaling.N
+    return scaling.evaluate(flops / scaling.W, values)
+
+
+def all_reduce_on(*mesh, links=LINKS, **options):
+    return collective_finish("all_reduce", 1.0, mesh, links, **options)
 
 
 @pytest.mark.parametrize(
@@ -30,19 +37,10 @@ def evaluate(**values):
         (lambda: bus_factor("reduce", 2), "all_reduce"),
         (lambda: fit_alpha_beta([1, 1], [1, 2]), "two or more different sizes"),
         (lambda: fit_alpha_beta([0, 2], [1, float("nan")]), "finite and above 0"),
-        (lambda: Links(np.array([1.0, 0.0])), "bytes_per_s is 0"),
-        (
-            lambda: collective_finish("all_reduce", 1.0, (2.5,), LINKS),
-            "is 2.5; allowed: a whole number",
-        ),
-        (
-            lambda: collective_finish("all_reduce", 1.0, (2, 2), LINKS),
-            "links of 1 axes for a mesh of 2",
-        ),
-        (
-            lambda: collective_finish("all_reduce", 1.0, (16, 4), (LINKS,) * 2, ready=np.zeros(60)),
-            "16, 4",
-        ),
+        (lambda: Links(ONE_DEAD), "bytes_per_s is 0"),
+        (lambda: all_reduce_on(2.5), "is 2.5; allowed: a whole number"),
+        (lambda: all_reduce_on(2, 2), "links of 1 axes for a mesh of 2"),
+        (lambda: all_reduce_on(2, ready=np.zeros(5)), r"\(2,\)"),
         (lambda: run_tasks([], (2,), LINKS, slowness=0.0), "slowness is 0"),
         (lambda: evaluate(N=0), "N is 0; allowed: a whole number, 1 or more"),
         (lambda: evaluate(N=2.5), "N is 2.5; allowed: a whole number, 1 or more"),
