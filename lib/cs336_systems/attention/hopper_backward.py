@@ -42,10 +42,8 @@ What functions pass on together is a tuple:
     state      (dk, dv, st, stage, phase, slot, slot_phase), what a consumer takes from tile to tile
 """
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -57,11 +55,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from cs336_systems.attention.hopper_common import (
     MATMUL_ROWS,
     accumulator_layout,
+    async_load,
     block_barrier,
     new_barriers,
     new_tiles,
     next_in_ring,
+    reinterpret,
     store_by_tma,
+    tma_add,
 )
 
 KEYS = MATMUL_ROWS  # of a consumer
@@ -123,8 +124,8 @@ def _load_rows(sources, places, readies, buffers, stage):
     tile = buffers[0].index(stage)
     numbers = buffers[1].index(stage)
     mbarrier.expect(ready, sources[0].block_type.nbytes + sources[1].block_type.nbytes)
-    tma.async_copy_global_to_shared(sources[0], places[0], ready, tile)
-    tma.async_copy_global_to_shared(sources[1], places[1], ready, numbers)
+    async_load(sources[0], places[0], ready, tile)
+    async_load(sources[1], places[1], ready, numbers)
 
 
 @gluon.jit
@@ -138,8 +139,8 @@ def produce(sources, buffers, barriers, place, tiles):
         ready = kv_ready.index(consumer)
         mbarrier.expect(ready, 2 * k_src.block_type.nbytes)
         key = first_key + consumer * KEYS
-        tma.async_copy_global_to_shared(k_src, [batch, head, key, 0], ready, ks.index(consumer))
-        tma.async_copy_global_to_shared(v_src, [batch, head, key, 0], ready, vs.index(consumer))
+        async_load(k_src, [batch, head, key, 0], ready, ks.index(consumer))
+        async_load(v_src, [batch, head, key, 0], ready, vs.index(consumer))
     stage = 0
     # Of `free`: at first all buffers are, so that the other phase counts as ended.
     phase = 1
@@ -151,15 +152,6 @@ def produce(sources, buffers, barriers, place, tiles):
         _load_rows((do_src, delta_src), places, do_ready, (dos, deltas), stage)
         row += qs.shape[1]
         stage, phase = next_in_ring(stage, phase, qs.shape[0])
-
-
-@builtin
-def _tma_add(dst, place, buffer, _semantic=None):
-    """Have TMA add a tile in shared memory to one of dst, for which Gluon has no function yet."""
-    place = _semantic._convert_to_ir_values(place, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(
-        ir.DESCRIPTOR_REDUCE_KIND.ADD, dst.handle, place, buffer.handle
-    )
 
 
 @gluon.jit
@@ -186,7 +178,7 @@ def add_dq(buffers, barriers, dq_dst, row, tiles):
     chunks: gl.constexpr = BLOCK_D // columns
     zeros = gl.zeros([BLOCK_M, columns], gl.float32, accumulator_layout(columns))
     chunk_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, columns], ks.dtype)
-    k_chunks = ks._reinterpret(ks.dtype, [2 * chunks, KEYS, columns], chunk_shape)
+    k_chunks = reinterpret(ks, ks.dtype, [2 * chunks, KEYS, columns], chunk_shape)
     mbarrier.wait(kv_ready.index(0), 0)
     mbarrier.wait(kv_ready.index(1), 0)
     slot = 0
@@ -209,7 +201,7 @@ def add_dq(buffers, barriers, dq_dst, row, tiles):
             block_barrier()
             dqs.index(dq_buffer).store(in_register_order(dq))
             fence_async_shared()
-            _tma_add(dq_dst, [row, 0], dqs.index(dq_buffer))
+            tma_add(dq_dst, [row, 0], dqs.index(dq_buffer))
             row += dqs.shape[1]
             dq_buffer = (dq_buffer + 1) % DQ_BUFFERS
         slot, phase = next_in_ring(slot, phase, SLOTS)

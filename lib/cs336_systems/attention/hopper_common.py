@@ -6,12 +6,30 @@ every round of the ring (`next_in_ring`). At first all buffers are free: who fil
 phase (`^ 1`), which counts as ended, and so does not wait.
 """
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-# Triton 3.7 renamed it.
+
+@builtin
+def _tma_add(dst, place, buffer, _semantic=None):
+    """Have TMA add a tile in shared memory to one of dst."""
+    place = _semantic._convert_to_ir_values(place, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, dst.handle, place, buffer.handle
+    )
+
+
+# What Gluon has renamed, under one name here: in 3.7, in 3.9 (3.8 knows both), and in 3.9.
 block_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_Buffers = gl.shared_memory_descriptor
+reinterpret = getattr(_Buffers, "reinterpret", None) or _Buffers._reinterpret
+# And what it has a function for since 3.8.
+tma_add = getattr(tma, "async_atomic_add", None) or _tma_add
 
 # One wgmma of a consumer's four warps has 64 rows, 16 a warp: so many queries or keys a consumer owns.
 MATMUL_ROWS = gl.constexpr(64)
@@ -54,7 +72,7 @@ def load_by_tma(src, place, ready, buffers, index):
     """Have TMA fill one of the buffers: an arrival at its `ready`, whose phase ends with the last byte."""
     barrier = ready.index(index)
     mbarrier.expect(barrier, src.block_type.nbytes)
-    tma.async_copy_global_to_shared(src, place, barrier, buffers.index(index))
+    async_load(src, place, barrier, buffers.index(index))
 
 
 @gluon.jit
@@ -63,4 +81,4 @@ def store_by_tma(dst, place, buffer, value):
     buffer.store(value.to(buffer.dtype))
     # TMA reads shared memory by another way than threads write it, and would not see what they wrote.
     fence_async_shared()
-    tma.async_copy_shared_to_global(dst, place, buffer)
+    async_store(dst, place, buffer)
