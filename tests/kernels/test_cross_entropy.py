@@ -36,7 +36,10 @@ def exact(logits, targets):
 
 
 def check(function, logits, targets, floor, relative=1e-6):
-    """Of the losses and of the gradient that takes the place of the logits; floor: what rounding adds; relative: beside half a digit."""
+    """Of the losses and of the gradient that takes the place of the logits.
+
+    floor: what rounding adds; relative: what it adds beside half a digit.
+    """
     wanted, gradient = exact(logits.double(), targets)
     close(function(logits, targets).double(), wanted)
     rounding = torch.finfo(logits.dtype).eps / 2 + relative
