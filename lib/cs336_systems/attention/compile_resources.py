@@ -59,8 +59,8 @@ def compile_tiles(work: Sequence[Job]) -> list[dict[str, Any]]:
 
     Returns:
         A row of table kernel_resources for each tile, in the order of the work: registers and spilled_bytes
-        of a thread, shared_bytes of a block, the most of all forms, and what the chip has. None where the
-        kernel does not run.
+        of a thread, shared_bytes of a block, the most of all forms, what the chip has, and the version of
+        the assembler, on which all this depends. None where the kernel does not run.
 
     Raises:
         RuntimeError: a tile does not compile, or matmuls that are meant to run meanwhile are waited for; the
@@ -177,22 +177,41 @@ class Chip:
         return GPUTarget("cuda", self.capability, 32)
 
 
-def ask_ptxas(ptx: str, capability: int) -> dict[str, int]:
-    """Registers and spilled_bytes of a thread."""
-    from triton import knobs
+def ask_ptxas(ptx: str, capability: int) -> dict[str, int | str]:
+    """Registers and spilled_bytes of a thread, and which ptxas says so.
 
-    tool = knobs.nvidia.ptxas_blackwell if capability >= 100 else knobs.nvidia.ptxas
+    Raises:
+        RuntimeError: it makes matmuls that are meant to run meanwhile wait; the message is its own.
+    """
+    resources = assemble(ptx, capability)
+    if waiting := resources.pop("waiting"):
+        raise RuntimeError(waiting)
+    return resources
+
+
+def assemble(ptx: str, capability: int) -> dict[str, int | str]:
+    """registers, spilled_bytes, ptxas; `waiting`: its warning that matmuls are serialized, or nothing."""
+    from triton.backends.nvidia import compiler
+
+    # Which of its two assemblers depends on Triton: for Hopper that of CUDA 12 up to 3.8, of 13 from 3.9 on.
+    ptxas = compiler.get_ptxas(capability)
+    # Triton 3.6 has none of these, 3.7 to 3.9 have one; with CUDA 13 it changes what is spilled.
+    flags = re.findall(r"--regAllocOptLevel=\d", inspect.getsource(compiler))
     architecture = re.search(r"\.target (\w+)", ptx).group(1)
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         print(ptx, file=file, flush=True)
-        command = [tool.path, "-v", f"-arch={architecture}", file.name, "-o", os.devnull]
+        command = [ptxas.path, "-v", f"-arch={architecture}", file.name, "-o", os.devnull]
         # With -v it prints to stderr, also where all is well.
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    if waiting := re.search(r".*Potential Performance Loss.*", report):
-        raise RuntimeError(waiting.group())
-    registers = re.search(r"Used (\d+) registers", report).group(1)
-    spills = re.findall(r"(\d+) bytes spill", report)
-    return {"registers": int(registers), "spilled_bytes": sum(map(int, spills))}
+        run = subprocess.run(command + flags, capture_output=True, text=True, check=True)
+    waiting = re.search(r".*Potential Performance Loss.*", run.stderr)
+    registers = re.search(r"Used (\d+) registers", run.stderr).group(1)
+    spills = re.findall(r"(\d+) bytes spill", run.stderr)
+    return {
+        "registers": int(registers),
+        "spilled_bytes": sum(map(int, spills)),
+        "ptxas": ptxas.version,
+        "waiting": waiting.group() if waiting else "",
+    }
 
 
 if __name__ == "__main__":
