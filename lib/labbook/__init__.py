@@ -7,7 +7,7 @@ _NAMES = {  # by their module, which is imported when one is used
     "answers": "Claim answer between claim gib ms one percent plural ratio_text show_source solution",
     "bench": "Case Step grid",
     "book.notebooks": "check_parameters",
-    "compare": "beside_reference longest_warmup published_rows side_by_side times_in",
+    "compare": "longest_warmup times_in",
     "files": "figures_dir find",
     "labels": "MISSING column_label named_value ordered significant value_label",
     "machine": "MachineCard load_card machine_card watched_clocks why_no_compile why_no_memory why_no_tf32 "

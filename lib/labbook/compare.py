@@ -1,12 +1,10 @@
-"""What may be compared: rows of one place, rows that differ in one thing, rows of several machines."""
+"""What may be compared: rows of one place, rows that differ in one thing, rows beside others'."""
 
 from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
-from labbook.labels import UNITS, value_label, vocabulary
-from labbook.project import project
-from labbook.rows import load_rows, published
+from labbook.labels import UNITS, vocabulary
 from labbook.schema import schema
 
 
@@ -31,8 +29,6 @@ def _is_value(column: pd.Series) -> bool:
 def require_one_row_each(frame: pd.DataFrame, *by: str | None) -> None:
     """Raises ValueError when two rows would be drawn in one place, naming what tells them apart."""
     columns = list(dict.fromkeys(filter(None, by)))
-    if "where" in frame and "where" not in columns:
-        columns.append("where")
     for key, group in frame.groupby(columns, dropna=False, sort=False):
         if len(group) == 1:
             continue
@@ -74,29 +70,6 @@ def compared(frame: pd.DataFrame, hue: str, baseline: object, y: str) -> pd.Data
     return pairs.assign(ratio=pairs["baseline"] / pairs[y])
 
 
-def side_by_side(
-    slug: str, machine: str, reference: str = "", *, table: str, sharing: Sequence[str] = ()
-) -> pd.DataFrame:
-    """The reference's rows and this machine's, with a column `where` that plots understand.
-
-    machine: slug of this machine; where it is the reference, its rows appear once.
-    reference: by default the project's.
-    sharing: of the reference only rows that agree in these columns with one of this machine's.
-    """
-    reference = reference or project().reference
-    theirs = load_rows(slug, reference, table)
-    theirs = theirs.assign(where=f"reference: {value_label(reference)}")
-    if machine == reference:
-        return theirs
-    rows = load_rows(slug, machine, table)
-    rows = rows.assign(where=f"this machine: {machine}")
-    if sharing:
-        shared = rows[list(sharing)].drop_duplicates()
-        theirs = theirs.merge(shared, on=list(sharing))
-    frames = [frame for frame in (theirs, rows) if len(frame)]
-    return pd.concat(frames or [theirs], ignore_index=True)
-
-
 def beside_reference(rows: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
     """This machine's rows, and what the reference took for the same, after the longest of its warm-ups.
 
@@ -131,9 +104,17 @@ def longest_warmup(frame: pd.DataFrame) -> pd.DataFrame:
     return by_warmup.drop_duplicates(keys, keep="last").sort_index()
 
 
-def published_rows(name: str) -> pd.DataFrame:
-    """A published table, and `where` each row is from."""
-    frame = published(name)
-    columns = [column for column in ("gpu", "source") if column in frame]
-    origin = frame[columns].agg(", ".join, axis=1)
-    return frame.assign(where="published: " + origin)
+def beside_published(
+    theirs: pd.DataFrame, ours: pd.DataFrame, keys: Sequence[str], value: str
+) -> pd.DataFrame:
+    """What reports and we measured of the same: keys, `theirs`, `ours`, their `ratio`, and a report's `card`.
+
+    Raises ValueError: two of our rows agree in the keys.
+    """
+    require_one_row_each(ours, *keys)
+    keys = list(keys)
+    theirs = theirs.rename(columns={value: "theirs", "gpu": "card"})
+    ours = ours[keys + [value]].rename(columns={value: "ours"})
+    both = theirs.merge(ours, on=keys).dropna(subset=["theirs", "ours"])
+    both["ratio"] = both["theirs"] / both["ours"]
+    return both[keys + ["theirs", "ours", "ratio", "card"]]

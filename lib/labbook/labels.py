@@ -137,11 +137,8 @@ def column_label(column: str) -> str:
 
 
 def value_label(value: object, column: str | None = None) -> str:
-    """A key's value for a legend, a tick or a cell; of a machine "reference: H200" -> "H200 (reference)"."""
+    """A key's value for a legend, a tick or a cell."""
     if isinstance(value, str):
-        role, _, name = value.partition(": ")
-        if name and column == "where":
-            return f"{name} ({role})"
         return vocabulary().labels.get(value, value)
     if pd.isna(value):
         return MISSING

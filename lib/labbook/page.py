@@ -1,21 +1,21 @@
 """What every notebook starts from: its parameters checked, this machine's card, its rows and its figures."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
 from labbook import bench
 from labbook.book.notebooks import check_parameters
-from labbook.compare import beside_reference
+from labbook.compare import beside_published, beside_reference
 from labbook.evidence import Evidence
 from labbook.files import figures_dir, make_folder, write_atomically
-from labbook.labels import with_derived
+from labbook.labels import column_label, value_label, with_derived
 from labbook.machine import MachineCard, load_card, machine_card
 from labbook.project import project
-from labbook.rows import load_rows, save_rows
+from labbook.rows import load_rows, published, save_rows
 from labbook.runs import Run, load_run
-from labbook.tables import row_lines
+from labbook.tables import row_lines, show
 
 
 class Page:
@@ -78,6 +78,22 @@ class Page:
         if self.card.slug == self.reference:
             return rows
         return beside_reference(rows, load_rows(slug or self.slug, self.reference, table))
+
+    def beside_published(
+        self, table: str | pd.DataFrame, keys: Sequence[str], value: str, rows: pd.DataFrame
+    ) -> None:
+        """Show, folded, what reports measured beside the reference: theirs, ours, the ratio, their card.
+
+        table: of `figures/published`, or rows of one with the columns of `rows`.
+        keys: what both agree in; a line for each of these that both have.
+        rows: of the reference.
+        """
+        theirs = published(table) if isinstance(table, str) else table
+        reference = value_label(self.reference)
+        caption = (
+            f"Beside public reports: {column_label(value)}, theirs over that of the {reference}"
+        )
+        show(beside_published(theirs, rows, keys, value), caption, folded=True)
 
     def save(
         self,

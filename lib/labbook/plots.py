@@ -1,12 +1,11 @@
 """The ordinary plots, drawn from rows: lines, ratios, bars, stacks, heat maps, spans. Equal rows, equal ones.
 
 Each takes title, subtitle, xlabel and ylabel too, see `figure.plot`; `facet` is a column whose values get a
-panel each. Two rows in one place (x, hue, facet, machine) are refused: the ValueError names their difference.
+panel each. Two rows in one place (x, hue, facet) are refused: the ValueError names their difference.
 """
 
 import textwrap
 from collections.abc import Hashable, Mapping, Sequence
-from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -32,8 +31,6 @@ from labbook.style import (
     PAPER,
     VERMILLION,
     ZONE,
-    Look,
-    machine_looks,
     palette,
 )
 
@@ -65,38 +62,10 @@ _CELLS = {"fmt": "", "vmin": 0, "vmax": 1, "linewidths": 1.5, "linecolor": PAPER
 _VISIBLE = 1e-3  # of a bar: what is never more needs no place in the legend
 
 
-class _Encoding:
-    """How rows are told apart: a colour for each value of the hue, a look for each machine.
-
-    frame: the rows with both as `_hue` and `_where`.
-    """
-
-    def __init__(self, frame: pd.DataFrame, hue: str | None):
-        self.hue = hue
-        self.colors = palette(frame[hue], hue) if hue else {"": BLUE}
-        self.frame = frame.assign(_hue=frame[hue] if hue else "", _where=frame.get("where", ""))
-        self.looks = machine_looks(ordered(self.frame["_where"]))
-
-    def legend(self, *, bars: bool = False) -> list[Artist]:
-        """An entry for each value of the hue; and, of several machines, one for each: what its look means."""
-        entry = _bar_entry if bars else _line_entry
-        entries = []
-        if self.hue not in (None, "where"):
-            for value, color in self.colors.items():
-                entries.append(entry(labels.named_value(self.hue, value), color, Look()))
-        if len(self.looks) > 1:
-            for where, look in self.looks.items():
-                color = self.colors.get(where, MUTED)
-                entries.append(entry(value_label(where, "where"), color, look))
-        return entries
-
-
-def _bar_entry(label: str, color: str, look: Look) -> Artist:
-    return Patch(facecolor=color, edgecolor=PAPER, hatch=look.hatch, label=label)
-
-
-def _line_entry(label: str, color: str, look: Look) -> Artist:
-    return Line2D([], [], color=color, label=label, linestyle=look.linestyle, marker=look.marker)
+def _with_hue(frame: pd.DataFrame, hue: str | None) -> tuple[pd.DataFrame, dict[Hashable, str]]:
+    """The rows with `_hue`, by which they are told apart, and a colour for each of its values."""
+    colors = palette(frame[hue], hue) if hue else {"": BLUE}
+    return frame.assign(_hue=frame[hue] if hue else ""), colors
 
 
 @plot
@@ -112,17 +81,17 @@ def lines(
     logy: bool = True,
     sharey: bool = True,
 ) -> Drawing:
-    """One line for each value of `hue` and machine, with its spread, and a cross where memory ran out.
+    """One line for each value of `hue`, with its spread, and a cross where memory ran out.
 
     band: columns with the lower and the upper edge of the spread, shaded where the rows have them.
     """
     require_one_row_each(frame, x, hue, facet)
-    encoding = _Encoding(frame, hue)
+    marked, colors = _with_hue(frame, hue)
     places = _places(frame[x])
-    chart, panels = sheet(encoding.frame.assign(_x=places), facet, sharey=sharey)
+    chart, panels = sheet(marked.assign(_x=places), facet, sharey=sharey)
     band = band if _is_visible(frame, band) else None
     for axes, rows in panels:
-        _draw_lines(axes, rows, y, encoding, band)
+        _draw_lines(axes, rows, y, colors, band)
         # The axis has room for failures too, which are drawn last.
         axes.update_datalim([(place, 0) for place in places], updatey=False)
         figure.x_ticks(axes, x, frame[x], log=logx)
@@ -133,12 +102,18 @@ def lines(
     if not logy and frame[y].min() >= 0:
         panels[0][0].set_ylim(bottom=0)
     if "status" in frame:
-        _mark_failures(panels, y, encoding.colors)
-    legend = encoding.legend()
+        _mark_failures(panels, y, colors)
+    names = _names(colors, hue)
+    legend = [Line2D([], [], color=colors[value], label=name, marker="o") for value, name in names]
     if band:
         label = "band: 20th to 80th percentile"
         legend.append(Patch(color=MUTED, alpha=0.32, linewidth=0, label=label))
     return Drawing(chart, legend, column_label(x), column_label(y))
+
+
+def _names(colors: Mapping, hue: str | None) -> list[tuple[Hashable, str]]:
+    """The values of the hue with their names for a legend; none without a hue."""
+    return [(value, labels.named_value(hue, value)) for value in colors] if hue else []
 
 
 def _places(values: pd.Series) -> pd.Series:
@@ -157,27 +132,17 @@ def _is_visible(frame: pd.DataFrame, band: tuple[str, str] | None) -> bool:
 
 
 def _draw_lines(
-    axes: Axes, rows: pd.DataFrame, y: str, encoding: _Encoding, band: tuple[str, str] | None
+    axes: Axes, rows: pd.DataFrame, y: str, colors: Mapping, band: tuple[str, str] | None
 ) -> None:
-    points = rows.dropna(subset=["_x", y]).sort_values("_x").groupby(["_where", "_hue"])
-    has_many = (points.size() > _MANY_POINTS).any()
+    points = rows.dropna(subset=["_x", y]).sort_values("_x").groupby("_hue")
+    marker = "" if (points.size() > _MANY_POINTS).any() else "o"
     line_of = dict(iter(points))
     # The first of the legend is drawn last, on top.
-    for where, value in product(reversed(encoding.looks), reversed(encoding.colors)):
-        if (where, value) not in line_of:
+    for value, color in reversed(colors.items()):
+        if value not in line_of:
             continue
-        line = line_of[where, value]
-        color = encoding.colors[value]
-        look = encoding.looks[where]
-        axes.plot(
-            line["_x"],
-            line[y],
-            color=color,
-            mec=PAPER,
-            mew=0.75,
-            linestyle=look.linestyle,
-            marker="" if has_many else look.marker,
-        )
+        line = line_of[value]
+        axes.plot(line["_x"], line[y], color=color, mec=PAPER, mew=0.75, marker=marker)
         if band:
             edges = line[["_x"] + list(band)].dropna().to_numpy(float).T
             axes.fill_between(*edges, color=color, alpha=0.16, lw=0)
@@ -272,30 +237,30 @@ def bars(
     *,
     facet: str | None = None,
 ) -> Drawing:
-    """A group of bars for each x, a bar for each value of `hue` and machine, its value above it."""
+    """A group of bars for each x, a bar for each value of `hue`, its value above it."""
     require_one_row_each(frame, x, hue, facet)
-    encoding = _Encoding(frame, hue)
+    frame, colors = _with_hue(frame, hue)
     groups = ordered(frame[x], x)
-    frame = encoding.frame.assign(_group=frame[x].map(groups.index))
-    width = _place_bars(frame, encoding, facet)
+    frame["_group"] = frame[x].map(groups.index)
+    width = _place_bars(frame, list(colors), facet)
     chart, panels = sheet(frame, facet)
     is_narrow = width * figure.WIDTH / len(groups) / min(len(panels), 3) < _LABEL_INCHES
     for axes, rows in panels:
         for row in rows.to_dict("records"):
-            _draw_bar(axes, row, y, width, encoding, rotation=90 if is_narrow else 0)
+            _draw_bar(axes, row, y, width, colors, rotation=90 if is_narrow else 0)
         name_bars(axes, [value_label(group, x).replace(" (", "\n(") for group in groups])
         axes.set_xlim(-0.55, len(groups) - 0.45)
     panels[0][0].margins(y=0.2 if is_narrow else 0.1)  # room for the labels
-    return Drawing(chart, encoding.legend(bars=True), column_label(x), column_label(y))
+    legend = [Patch(color=colors[value], label=name) for value, name in _names(colors, hue)]
+    return Drawing(chart, legend, column_label(x), column_label(y))
 
 
-def _place_bars(frame: pd.DataFrame, encoding: _Encoding, facet: str | None) -> float:
+def _place_bars(frame: pd.DataFrame, values: list[Hashable], facet: str | None) -> float:
     """Add `_place`, the middle of each bar; returns the width of a bar.
 
     Of each group the bars that it has, side by side around its middle; as wide as the fullest group allows.
     """
-    slots = list(product(encoding.colors, encoding.looks))
-    frame["_slot"] = [slots.index(key) for key in zip(frame["_hue"], frame["_where"], strict=True)]
+    frame["_slot"] = frame["_hue"].map(values.index)
     group = frame.groupby(["_group", facet] if facet else "_group")["_slot"]
     count = group.transform("size")
     width = _GROUP_WIDTH / count.max()
@@ -304,13 +269,12 @@ def _place_bars(frame: pd.DataFrame, encoding: _Encoding, facet: str | None) -> 
 
 
 def _draw_bar(
-    axes: Axes, row: Mapping, y: str, width: float, encoding: _Encoding, rotation: int
+    axes: Axes, row: Mapping, y: str, width: float, colors: Mapping, rotation: int
 ) -> None:
     """A bar with its value, or the word for why there is none at the foot of its place."""
-    color = encoding.colors[row["_hue"]]
-    hatch = encoding.looks[row["_where"]].hatch
+    color = colors[row["_hue"]]
     place = row["_place"]
-    axes.bar(place, row[y], _BAR_WIDTH * width, color=color, hatch=hatch, edgecolor=PAPER, lw=0)
+    axes.bar(place, row[y], _BAR_WIDTH * width, color=color)
     if pd.isna(row[y]):
         word = STATUS_LABELS.get(row.get("status"), labels.MISSING)
         foot = ("data", "axes fraction")

@@ -1,8 +1,7 @@
-"""One look for every figure: matplotlib's settings, colours, and how lines and bars tell the machine."""
+"""One look for every figure: matplotlib's settings, and colours."""
 
 from collections.abc import Hashable, Iterable
 from itertools import cycle
-from typing import NamedTuple
 
 import numpy as np
 import seaborn as sns
@@ -31,7 +30,6 @@ PAPER = "#FFFFFF"
 ZONE = "#F3F4F6"  # where nothing could be measured
 _FRAME = "#C4C9D1"
 _SPARE = [BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, INK]
-_MACHINES = {"reference": GREEN, "this machine": ORANGE, "published": GREY}
 
 # fmt: off
 STYLE = {
@@ -44,7 +42,7 @@ STYLE = {
     "xtick.color": _FRAME, "xtick.labelcolor": MUTED, "xtick.labelsize": 10, "xtick.major.size": 4,
     "ytick.labelcolor": MUTED, "ytick.labelsize": 10, "ytick.major.size": 0,
     "xtick.minor.size": 0, "ytick.minor.size": 0,
-    "lines.linewidth": 2.0, "lines.markersize": 6.5, "hatch.linewidth": 0.8,
+    "lines.linewidth": 2.0, "lines.markersize": 6.5,
     "legend.frameon": False, "legend.fontsize": 10,
     "svg.fonttype": "path", "svg.hashsalt": "cs336",
 }
@@ -54,8 +52,6 @@ STYLE = {
 def palette(values: Iterable[Hashable], column: str | None) -> dict[Hashable, str]:
     """A colour for each value of a column: the vocabulary's, a ramp for what is ordered, or a spare one."""
     values = ordered(values, column)
-    if column == "where":
-        return {where: _MACHINES[where.partition(":")[0]] for where in values}
     family = family_of(values, column)
     are_numbers = len(values) > 1 and not any(isinstance(value, str) for value in values)
     has_no_colors = family and not any(named.color for named in family.values())
@@ -66,30 +62,3 @@ def palette(values: Iterable[Hashable], column: str | None) -> dict[Hashable, st
     fixed = {value: COLORS.get(family[value].color) for value in values if value in family}
     spare = cycle([color for color in _SPARE if color not in fixed.values()] or _SPARE)
     return {value: fixed.get(value) or next(spare) for value in values}
-
-
-class Look(NamedTuple):
-    """How lines and bars tell their machine: dashes and marker of a line, hatch of a bar."""
-
-    dashes: tuple[float, ...] = ()
-    marker: str = "o"
-    hatch: str | None = None
-
-    @property
-    def linestyle(self) -> tuple:
-        """As matplotlib takes it."""
-        return 0, self.dashes or None
-
-
-_LOOKS = {"": Look(), "reference": Look(), "this machine": Look((3, 1.6), "D", "////")}
-_PUBLISHED = [
-    Look((1, 1.5), "s", "...."),
-    Look((1, 1.5), "^", "xxxx"),
-    Look((1, 1.5), "v", "----"),
-]
-
-
-def machine_looks(places: Iterable[str]) -> dict[str, Look]:
-    """The look of each machine; the word before a colon says whose it is."""
-    published = cycle(_PUBLISHED)
-    return {where: _LOOKS.get(where.partition(":")[0]) or next(published) for where in places}

@@ -46,10 +46,3 @@ def rows() -> pd.DataFrame:
     times = {("plain", 256): 1.0, ("plain", 512): 4.0, ("plain", 1024): None}
     times |= {("compiled", 256): 0.5, ("compiled", 512): 1.0, ("compiled", 1024): 8.0}
     return pd.DataFrame([measured(name, context, time) for (name, context), time in times.items()])
-
-
-@pytest.fixture
-def places(rows) -> pd.DataFrame:
-    """The same rows from three kinds of machine."""
-    wheres = ("reference: H200", "this machine: cpu-2", "published: RTX 5090, a report")
-    return pd.concat([rows.assign(where=where) for where in wheres], ignore_index=True)

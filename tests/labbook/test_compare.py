@@ -2,7 +2,7 @@ import pandas as pd
 import pytest
 
 from labbook import compare
-from labbook.compare import beside_reference, compared, longest_warmup, published_rows, times_in
+from labbook.compare import beside_published, beside_reference, compared, longest_warmup, times_in
 from labbook.tables import pivot
 
 
@@ -15,20 +15,6 @@ def of(machine, *rows):
         "status": "ok",
     }
     return pd.DataFrame([same | row for row in rows or ({},)])
-
-
-def test_rows_say_where_they_come_from_and_the_reference_appears_once(monkeypatch):
-    theirs = of("h200", {}, {"context_length": 256})
-    load_rows = {"h200": theirs, "cpu": of("cpu")}.get
-    monkeypatch.setattr(compare, "load_rows", lambda slug, machine, table: load_rows(machine))
-
-    def places(machine):
-        sharing = ["context_length"]
-        frame = compare.side_by_side("slug", machine, table="model_times", sharing=sharing)
-        return frame["where"].tolist()
-
-    assert places("cpu") == ["reference: H200", "this machine: cpu"]
-    assert places("h200") == ["reference: H200", "reference: H200"]
 
 
 def test_the_reference_stands_beside_what_it_measured_too():
@@ -83,10 +69,15 @@ def test_of_several_warmups_the_longest_is_shown():
     assert len(longest_warmup(of_two)) == 4
 
 
-def test_published_rows_tell_where_they_are_from():
-    assert set(published_rows("benchmarking_script")["where"]) == {
-        "published: RTX 5090, rtx5090-report"
-    }
+def test_a_report_stands_beside_what_both_measured():
+    ours = of("h200", {"d_head": 1}, {"d_head": 2, "p50_ms": None}, {"d_head": 3})
+    theirs = pd.DataFrame({"d_head": [1, 1, 2, 3, 4], "p50_ms": [3.0, 4.0, 5.0, None, 6.0]})
+    theirs["gpu"] = list("abcde")
+    both = beside_published(theirs, ours, ["d_head"], "p50_ms")
+    assert both.to_dict("split", index=False)["data"] == [[1, 3, 1, 3, "a"], [1, 4, 1, 4, "b"]]
+    assert list(both) == ["d_head", "theirs", "ours", "ratio", "card"]
+    with pytest.raises(ValueError, match="3 rows share context_length=128"):
+        beside_published(theirs.assign(context_length=128), ours, ["context_length"], "p50_ms")
 
 
 def test_every_row_is_divided_by_its_equal(rows):
@@ -106,12 +97,11 @@ def test_every_row_is_divided_by_its_equal(rows):
             divided(rows.assign(backend=None, batch_size=sizes))
 
 
-def test_machines_are_compared_across_everything_that_names_them(places):
-    where = places["where"].str
-    named = places.assign(machine=where[:4], gpu=where[-4:])
-    compiled = named[named["implementation"] == "compiled"]
-    pairs = compared(compiled, "where", "reference: H200", "p50_ms")
-    assert pairs["ratio"].tolist() == [1.0] * 6
+def test_machines_are_compared_across_everything_that_names_them(rows):
+    compiled = rows[rows["implementation"] == "compiled"]
+    machines = [compiled.assign(machine=name, gpu=name.upper()) for name in ("h200", "cpu")]
+    pairs = compared(pd.concat(machines), "machine", "h200", "p50_ms")
+    assert pairs["ratio"].tolist() == [1.0] * 3
 
 
 def test_rows_that_are_equal_are_refused_as_duplicates(rows):

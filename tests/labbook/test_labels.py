@@ -69,10 +69,8 @@ def test_values_without_a_fixed_colour_get_one_that_is_free_and_sizes_darken():
 
 
 def test_columns_carry_their_unit():
-    found = [
-        column_label(name) for name in ("extra_memory_gib", "rate_gbps", "model_size", "where")
-    ]
-    assert found == ["extra memory (GiB)", "rate (GB/s)", "model size", "machine"]
+    found = [column_label(name) for name in ("extra_memory_gib", "rate_gbps", "model_size")]
+    assert found == ["extra memory (GiB)", "rate (GB/s)", "model size"]
 
 
 @given(st.floats(1e-6, 1e9))
@@ -106,7 +104,6 @@ def test_a_value_that_stands_alone_says_what_it_is():
         "causal",
         "not causal",
     ]
-    assert value_label("reference: H200", "where") == "H200 (reference)"
 
 
 def test_without_a_vocabulary_names_stand_for_themselves(monkeypatch):

@@ -114,14 +114,6 @@ def test_why_there_is_no_number_is_written_on_every_kind(every_kind, rows):
         assert any("cs336_systems run" in text for text in texts(chart))
 
 
-def test_machines_are_told_apart(places):
-    chart = lines(places[places["implementation"] == "compiled"], **BY_CONTEXT)
-    looks = {(line.get_linestyle(), line.get_marker()) for line in chart.axes[0].get_lines()}
-    assert len(looks) == 3
-    groups = bars(places, **BY_CONTEXT).axes[0].containers
-    assert len({bar.get_hatch() for group in groups for bar in group}) == 3
-
-
 def test_a_ratio_divides_and_has_its_line_at_one(rows):
     chart = ratio(rows, **BY_CONTEXT, baseline="plain")
     assert drawn(chart)[COMPILED] == [[256, 2.0], [512, 4.0]]

@@ -48,6 +48,16 @@ def test_this_machines_times_stand_beside_the_references(page):
     assert (row["p50_ms"], row["reference_ms"]) == (1.0, theirs["p50_ms"])
 
 
+def test_reports_stand_folded_beside_the_reference(page, shown):
+    ours = page.reference_rows("accumulation")
+    theirs = ours.assign(total=2 * ours["total"], gpu="another card")
+    page.beside_published(theirs, ["accumulation", "steps"], "total", ours)
+    (table,) = shown
+    start = "<details><summary>Beside public reports: total, theirs over that of the H200</summary>"
+    assert table["text/html"].startswith(start)
+    assert table["text/html"].count("2.00") == table["text/html"].count("another card") == len(ours)
+
+
 def test_rows_about_a_model_name_it_with_its_edition(page):
     theirs = page.reference_rows("model_times", "benchmarking_script")
     named = theirs["model_size"] + " (" + theirs["edition"].astype(str) + ")"
