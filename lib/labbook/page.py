@@ -10,7 +10,7 @@ from labbook.book.notebooks import check_parameters
 from labbook.compare import beside_published, beside_reference
 from labbook.evidence import Evidence
 from labbook.files import figures_dir, make_folder, write_atomically
-from labbook.labels import column_label, value_label, with_derived
+from labbook.labels import column_label, significant, value_label, with_derived
 from labbook.machine import MachineCard, load_card, machine_card
 from labbook.project import project
 from labbook.rows import load_rows, published, save_rows
@@ -93,7 +93,9 @@ class Page:
         caption = (
             f"Beside public reports: {column_label(value)}, theirs over that of the {reference}"
         )
-        show(beside_published(theirs, rows, keys, value), caption, folded=True)
+        both = beside_published(theirs, rows, keys, value)
+        numbers = both[["theirs", "ours", "ratio"]].map(significant)
+        show(both.assign(**numbers), caption, folded=True)
 
     def save(
         self,
