@@ -7,7 +7,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from cs336_systems.attention.kernel_launch import replay  # noqa: E402
+from cs336_systems.attention.kernel_launch import TensorMaps, replay  # noqa: E402
 
 
 @pytest.mark.parametrize("by_tma", [False, True])
@@ -51,3 +51,21 @@ def test_a_launch_is_replayed_for_other_tensors_on_the_stream_of_now(packed, by_
         passed = [tuple(arguments)] if packed else arguments
         assert calls.pop() == (2, 5, 1, (3, stream), "function", "scratch", *passed)
     assert not calls
+
+
+@pytest.mark.parametrize(
+    "encode",
+    [
+        lambda described, meta: [(described.base.data_ptr(), meta), "shape"],
+        lambda described, meta, base_args: [(described.base.data_ptr(), meta), "shape"],
+    ],
+    ids=["3.7", "3.8"],
+)
+def test_a_map_is_made_once_for_an_address(encode, monkeypatch):
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    monkeypatch.setattr(driver, "make_tensordesc_arg", encode)
+    descriptor = SimpleNamespace(base=None)
+    maps = TensorMaps(descriptor, "meta", torch.device("cpu"))
+    assert maps[128] == (128, "meta")
+    assert maps[128] is maps[128]
+    assert descriptor.base is None

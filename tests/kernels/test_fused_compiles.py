@@ -8,7 +8,7 @@ from cs336_systems.attention.compile_resources import SHARED_LIMIT, in_own_proce
 
 # Launches of tensors without memory are noted, and compiled for a GPU that need not be there.
 PROGRAM = """
-import torch
+import torch, warnings
 from cs336_systems.attention.compile_resources import Chip, ask_ptxas
 from cs336_systems.kernels import cross_entropy, rms_norm, rotary, runtime, swiglu, weighted_sum
 
@@ -32,11 +32,13 @@ for dtype in (torch.bfloat16, torch.float32):
     cross_entropy._overwrite.__wrapped__(make(4096, vocabulary), make(4096, dtype=torch.int64), -100)
     weighted_sum.forward.__wrapped__(x, w)
     weighted_sum.backward.__wrapped__(make(tokens), x, w)
+warnings.simplefilter("error")
 rows = []
 for kernel, arguments, options in launched:
     compiled = kernel.warmup(*arguments, grid=(1,), **options)
-    row = {"kernel": kernel.__name__, "shared_bytes": compiled.metadata.shared}
-    rows.append(row | ask_ptxas(compiled.asm["ptx"], 90))
+    ptx = compiled.asm["ptx"]
+    row = {"kernel": kernel.__name__, "shared_bytes": compiled.metadata.shared, "fused": "fma.rn" in ptx}
+    rows.append(row | ask_ptxas(ptx, 90))
 print(json.dumps(rows))
 """
 
@@ -45,5 +47,7 @@ def test_no_kernel_spills_on_hopper():
     """The interpreter would run what no compiler takes."""
     rows = pd.DataFrame(in_own_process(PROGRAM, None))
     assert len(rows) == 16
+    # Triton 3.10 would round products apart; 3.9 would warn of it, which is an error above.
+    assert set(rows[rows["fused"]]["kernel"]) >= {"rotary_kernel"}, rows.to_string()
     assert (rows["spilled_bytes"] == 0).all(), rows.to_string()
     assert (rows["shared_bytes"] <= min(SHARED_LIMIT.values())).all(), rows.to_string()

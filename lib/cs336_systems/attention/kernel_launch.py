@@ -19,7 +19,9 @@ from cs336_systems.kernels.runtime import device_context
 
 STREAM = 3  # where the stream is in a call of Triton's launcher: after the grid
 MAX_MAPS = 1024
-KNOWN_INSIDE = "3.6.", "3.7."  # Tritons whose launcher KernelLaunch can take apart
+# Tritons whose launcher KernelLaunch can take apart. Those of 3.8 and 3.9 read alike, but were never tried on
+# a GPU: with them every launch goes through Triton.
+KNOWN_INSIDE = "3.6.", "3.7."
 
 
 # Where among a kernel's arguments a tensor's address goes or, by TMA, its map.
@@ -166,7 +168,11 @@ class TensorMaps(dict):
             self.clear()
         base = SimpleNamespace(data_ptr=lambda: address)
         with device_context(self.device):
-            self[address], *_ = make_tensordesc_arg(_with_tensor(self.descriptor, base), self.meta)
+            arguments = [_with_tensor(self.descriptor, base), self.meta]
+            # Triton 3.8 has a third, for another vendor's GPUs.
+            if len(inspect.signature(make_tensordesc_arg).parameters) > 2:
+                arguments.append(None)
+            self[address], *_ = make_tensordesc_arg(*arguments)
         return self[address]
 
 
