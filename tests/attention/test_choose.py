@@ -153,11 +153,27 @@ def test_the_kernels_of_one_head_size_round_scores_alike(d, gpu):
     assert len({tile.chunk % d for kernel in KERNELS for tile in tiles.get(kernel, ())}) == 1
 
 
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 103, 120])
+@pytest.mark.parametrize("d", [16, 64, 128, 256])
+@pytest.mark.parametrize(("dtype", "tf32"), [(BF16, False), (FP32, True), (FP32, False)])
+def test_what_is_chosen_has_a_tile_on_every_gpu(capability, d, dtype, tf32):
+    """Which compile: test_compile_resources."""
+    gpu = divmod(capability, 10)
+    tuning = select_tuning(dtype, d, gpu, 132, tf32)
+    sizes = {"heads": 16, "gpu": gpu, "dtype": dtype, "tf32": tf32}
+    for same, n in [(None, 128), (None, 8192), (False, 128), (False, 8192), (True, 8192)]:
+        chosen = plan(n, d, same=same, **sizes).tiles
+        assert all(tile in tuning.all_tiles(kernel) for kernel, tile in chosen.items())
+        assert capability == 90 or chosen.keys() <= set(KERNELS)
+
+
 @pytest.mark.parametrize(
     ("dtype", "d", "gpu", "tf32", "use_tma"),
     [
         (BF16, 256, HOPPER, False, True), (BF16, 64, AMPERE, False, False),
         (BF16, 64, BLACKWELL, False, True), (FP32, 64, HOPPER, False, False),
+        (BF16, 128, BLACKWELL, False, True), (BF16, 256, BLACKWELL, False, False),
+        (BF16, 64, (12, 0), False, True), (BF16, 128, (12, 0), False, False),
         (FP32, 64, HOPPER, True, True), (FP32, 64, AMPERE, True, False),
         (FP32, 64, INTERPRETER, False, True),
     ],

@@ -35,8 +35,9 @@ from cs336_systems.attention.tiles import (
 from cs336_systems.dtypes import torch_dtype
 
 MANY_SMS = 2**20  # enough for every loop to be split, and for every work tile to have a program
-# Bytes of shared memory that a block can have. 80 is Ampere, 89 Ada, 90 Hopper, 100 Blackwell.
-SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+# Bytes of shared memory that a block can have. 80 is Ampere, 89 Ada, 90 Hopper, 100, 103 and 120 Blackwell.
+SHARED_LIMIT = dict.fromkeys((86, 89, 120), 101_376) | dict.fromkeys((90, 100, 103), 232_448)
+SHARED_LIMIT[80] = 166_912
 ROW_TENSORS = (
     "lse_ptr",
     "residual_ptr",

@@ -139,6 +139,12 @@ PORTABLE_TILES = {
 INTERPRETER_TILE = Tile(64, 64, 4, 1)
 
 
+# The widest heads in 16 bits that TMA loads on GPUs newer than Hopper, by the major number of the capability.
+# On 12.x (RTX 50, which has no tcgen05) the backward of heads of 128 spills 2.5 to 2.9 kB a thread by TMA,
+# with Triton 3.6 to 3.9 alike, and nothing by pointers.
+TMA_HEADS = {10: 128, 11: 128, 12: 64}
+
+
 # Where there are enough programs of short sequences of heads up to 64, "hopper_forward" has another tile, up
 # to this length, or a quarter of it if not causal. What a program does once takes as long as several tiles of
 # keys, and programs that share an SM do it while others multiply. Measured on an H200: 1,024 tokens, 256
@@ -250,8 +256,8 @@ def select_tuning(
     if capability[0] == 9:
         use_tma = precision == "16bit" or (precision == "tf32" and block_d <= 128)
     else:
-        newer = capability[0] > 9 and precision == "16bit" and block_d <= 128
-        use_tma = newer or capability == INTERPRETER
+        by_tma = precision == "16bit" and block_d <= TMA_HEADS.get(capability[0], 0)
+        use_tma = by_tma or capability == INTERPRETER
     return Tuning(dtype, precision, dot, block_d, use_tma, tiles, splits, short, sm_count)
 
 
