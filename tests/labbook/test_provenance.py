@@ -43,6 +43,26 @@ def test_a_row_names_its_run_and_the_run_says_where_when_and_how(figures, monkey
     assert str(figures) not in (figures / MACHINE / "runs" / f"{run.name}.json").read_text()
 
 
+def test_a_run_says_which_process_group_called_nccl(monkeypatch):
+    monkeypatch.setattr(runs.machine, "gpu_of", lambda slug: "NVIDIA H100")
+    monkeypatch.setattr(runs.machine, "gpu_state", dict)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 3))
+    monkeypatch.setattr(runs.dist, "is_nccl_available", lambda: True)
+
+    def called():
+        record = runs.Run(SLUG, MACHINE).record
+        assert record.nccl == "2.29.3"
+        return record.nccl_group
+
+    monkeypatch.delattr(runs.dist, "ProcessGroupNCCL2", raising=False)
+    assert called() == "ProcessGroupNCCL"
+    monkeypatch.setattr(runs.dist, "ProcessGroupNCCL2", object, raising=False)
+    assert called() == "ProcessGroupNCCL2"
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "0")
+    assert called() == "ProcessGroupNCCL"
+
+
 def test_a_run_is_on_disk_before_its_rows(monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
