@@ -30,6 +30,7 @@ from types import ModuleType
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -111,7 +112,8 @@ def launch(
     """Run `worker(context, *args, **kwargs)` in `world_size` processes of one process group.
 
     What the workers print appears here, each line with its rank. The caller's environment reaches them; over
-    Gloo each computes on one thread (OMP_NUM_THREADS=1), as they share the CPU.
+    Gloo each computes on one thread (OMP_NUM_THREADS=1), as they share the CPU. Random numbers (torch, NumPy,
+    Python) differ by rank and by launch; to repeat them, the worker sets a seed.
 
     Args:
         backend: "gloo" (CPU), "nccl" (one GPU each), or "auto": NCCL where there are enough GPUs, else Gloo.
@@ -389,6 +391,9 @@ def join(
 
     `torchrun` sets these variables, and so does `launch`; a worker cannot tell the two apart.
     """
+    # torch begins with one seed in every process, and a fork has NumPy's state of its server. (Python's
+    # own numbers begin anew in each.)
+    np.random.seed(torch.seed() % 2**32)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rank, world_size, local_rank, local_workers = (int(os.environ[name]) for name in names)
     backend = choose_backend(backend, local_workers)
