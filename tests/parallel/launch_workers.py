@@ -1,12 +1,14 @@
 """Workers for test_launch.py: some behave, the others fail in every way a worker can."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 import warnings
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -72,6 +74,16 @@ def report_ranks(context, offset):
     ranks = [None] * context.world_size
     dist.all_gather_object(ranks, [context.rank + offset, context.local_rank])
     return ranks
+
+
+def draw(context):
+    return torch.rand(1).item(), np.random.rand(), random.random()
+
+
+def send_and_return(context):
+    context.send({"case": 1})
+    context.send({(1, 2): "no JSON"})
+    return {"loss": torch.tensor(0.25)}
 
 
 def _join_slowly():

@@ -179,6 +179,11 @@ def test_a_script_sends_what_it_defines_by_value_whatever_surrounds_it(folder, t
     assert list((tmp_path / folder).iterdir()) == []
 
 
+def test_every_rank_of_every_launch_draws_its_own_numbers():
+    draws = launch(launch_workers.draw, 2) + launch(launch_workers.draw, 2)
+    assert [len(set(numbers)) for numbers in zip(*draws, strict=True)] == [4, 4, 4]
+
+
 def test_what_cannot_be_sent_is_refused():
     with pytest.raises(TypeError, match="worker is 'report'"):
         launch("report", 1)
@@ -226,6 +231,23 @@ def test_torchrun_runs_the_same_worker_on_two_nodes():
     # rank, local rank: on every node the workers count their devices from 0
     assert json.loads(printed[0]) == [[10, 0], [11, 1], [12, 0], [13, 1]]
     assert printed[1] == ""
+
+
+def test_under_torchrun_rows_are_printed_as_they_come_and_the_result_behind(monkeypatch, capsys):
+    """Of what is no JSON, what Python shows."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    one_of_one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in (
+        one_of_one | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ).items():
+        monkeypatch.setenv(name, value)
+    command = ["cs336_systems.parallel", "launch_workers:send_and_return", "--backend", "gloo"]
+    monkeypatch.setattr(sys, "argv", command)
+    main()
+    rows = ['{"case": 1}', "{(1, 2): 'no JSON'}", "{'loss': tensor(0.2500)}"]
+    assert capsys.readouterr().out.splitlines()[-3:] == rows
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,15 @@
     torchrun --nnodes=2 --nproc-per-node=4 --node-rank=$THIS_NODE --master-addr=$FIRST_NODE -m \\
         cs336_systems.parallel your_module:worker --arguments '{"steps": 5}'
 
-What rank 0 sends, or else what it returns, is printed as JSON.
+What rank 0 sends is printed as it comes, and then what it returns, each as a line of JSON, or as Python shows
+what is no JSON.
 """
 
 import argparse
 import json
 import os
 import pkgutil
+from typing import Any
 
 import torch.distributed as dist
 
@@ -33,12 +35,20 @@ def main() -> None:
         parser.error(f'--arguments {options.arguments} is not a JSON object like {{"steps": 5}}')
     if "RANK" not in os.environ:
         parser.error("there is no RANK in the environment: start it with torchrun")
-    sent = []
-    context = join(options.backend, sent.append, options.timeout_s)
+    context = join(options.backend, _show, options.timeout_s)
     result = options.worker(context, **options.arguments)
+    if result is not None:
+        context.send(result)
     dist.destroy_process_group()
-    if context.rank == 0:
-        print(json.dumps(sent or result, indent=1))
+
+
+def _show(value: Any) -> None:
+    """At once: what comes later may fail."""
+    try:
+        line = json.dumps(value)
+    except (TypeError, ValueError):
+        line = repr(value)
+    print(line, flush=True)
 
 
 if __name__ == "__main__":
