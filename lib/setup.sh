@@ -9,7 +9,7 @@ venv=${CS336_VENV:-.venv}
 pins=${CS336_PINS:-lib/pins.txt}
 python=$venv/bin/python
 stamp=$venv/cs336-stamp
-pinned_torch=$(grep '^torch==' "$pins")
+pinned_torch=$(grep '^torch==' "$pins" || echo torch)  # the newest, where lib/bounds.sh pins nothing
 
 say() { printf 'set-up: %s\n' "$*"; }
 die() { printf 'set-up: %s\n' "$*" >&2; exit 1; }
@@ -87,6 +87,9 @@ install_torch() {
 install_torch || die "no build of $pinned_torch for this machine could be installed (reason above)." \
     "To take another one, however large: make TORCH=$pinned_torch"
 
+# A torch that was asked for and is too old: pip would replace it, and say nothing.
+[ -z "${TORCH:-}" ] || "$python" lib/cs336_systems/versions.py >/dev/null
+
 say "installing the workbook and what it stands on"
 if [ -n "${TORCH:-}" ]; then  # another torch brings its own triton: pin everything but these two
     sed -E '/^(torch|triton)==/d' "$pins" >"$venv/pins.txt"
@@ -94,5 +97,6 @@ else
     cp "$pins" "$venv/pins.txt"
 fi
 "$python" -m pip install -qq -c "$venv/pins.txt" -e '.[dev,site]' || die "pip failed (reason above); make continues where it stopped"
+"$python" lib/cs336_systems/versions.py
 printf '%s' "$wanted gpu=$gpu" >"$stamp"
 say "ready: $("$python" -c 'import sys, torch; print("Python", sys.version.split()[0] + ", torch", torch.__version__)')"

@@ -4,6 +4,11 @@ import os
 
 import torch
 
+from cs336_systems import versions
+
+if message := versions.too_old(versions.installed()):
+    raise ImportError(message)
+
 # Without a CUDA GPU, Triton kernels run in Triton's interpreter. Triton reads this when it is first imported
 # (torch.compile and the optimizers import it too), so it is decided here, before anything else can.
 if not torch.cuda.is_available():
