@@ -79,7 +79,10 @@ def _run(options: Namespace) -> int:
         return 0
     needed = batch.PROFILES[profile]
     if options.job:
+        names = [job.name for job in jobs]
         jobs = [job for job in jobs if job.name == options.job]
+        if not jobs:
+            raise BatchError(notebooks.unknown("job", options.job, names))
         needed = min(needed, 1)
     elif options.cluster:
         return _run_on_slurm(jobs, profile, options)

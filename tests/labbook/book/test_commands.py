@@ -56,7 +56,8 @@ def test_the_profile_is_what_the_machine_has(folder, monkeypatch, capsys, gpus, 
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("--profile", "gpu"), ("--only", "99"), ("-p", "device=cuda")]
+    ("option", "value"),
+    [("--profile", "gpu"), ("--only", "99"), ("-p", "device=cuda"), ("--job", "11_ome")],
 )
 def test_what_is_refused_before_anything_runs(folder, capsys, option, value):
     assert command("run", option, value) == 2
