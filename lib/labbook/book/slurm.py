@@ -34,9 +34,9 @@ def run_on_slurm(
         raise BatchError(f"there is no sbatch here; {remedy}")
     digest = hashlib.sha256(str(output).encode()).hexdigest()
     name = f"workbook-{digest[:8]}"
-    due = [job for job in jobs if force or _is_due(job, output)]
+    due = [job for job in jobs if force or _is_due(job, output, gpu)]
     for job in due:
-        for path in _outcomes(job, output):
+        for path in _outcomes(job, output, gpu):
             path.unlink()  # so that one that is there is of now
     submitted: list[subprocess.Popen] = []
     try:
@@ -47,13 +47,13 @@ def run_on_slurm(
             ]
             for job, process in zip(together, submitted, strict=True):
                 process.wait()
-                print(batch.summary([_outcome(job, output)]), flush=True)
+                print(batch.summary([_outcome(job, output, gpu)]), flush=True)
     except KeyboardInterrupt:
         subprocess.run(["scancel", f"--name={name}"], capture_output=True)
         for process in submitted:
             process.terminate()
         raise
-    return [_outcome(job, output) for job in jobs]
+    return [_outcome(job, output, gpu) for job in jobs]
 
 
 def _submit(
@@ -76,21 +76,26 @@ def _gpus(job: Job) -> int:
     return max(world_sizes) if job.parameters.get("backend") == "nccl" else 1
 
 
-def _is_due(job: Job, output: Path) -> bool:
-    return all(batch.reason_to_run(job, path.parent) for path in _outcomes(job, output))
+def _is_due(job: Job, output: Path, gpu: bool) -> bool:
+    return all(batch.reason_to_run(job, path.parent) for path in _outcomes(job, output, gpu))
 
 
-def _outcomes(job: Job, output: Path) -> list[Path]:
-    """Files of how it ended, by machine."""
-    return list(output.glob(f"*/{job.name}.json"))
+def _outcomes(job: Job, output: Path, gpu: bool) -> list[Path]:
+    """Files of how it ended, by machine: of those with GPUs, or of those without."""
+    paths = output.glob(f"*/{job.name}.json")
+    return [path for path in paths if path.parent.name.startswith("cpu-") != gpu]
 
 
-def _outcome(job: Job, output: Path) -> Outcome | None:
+def _outcome(job: Job, output: Path, gpu: bool) -> Outcome | None:
     """How a job ended; of one that was refused, or killed before it could say, what Slurm said last."""
-    for path in _outcomes(job, output):
+    for path in _outcomes(job, output, gpu):
         return batch.load_outcome(path)
     last_line = _log(job, output).read_text().strip().rpartition("\n")[2]
     reason = f"no record, and Slurm says: {last_line}"
+    if last_line.startswith("Submitted batch job"):  # its receipt, no reason
+        reason = (
+            f"no record: {last_line.removeprefix('Submitted ')} ended before it began (scancel?)"
+        )
     return Outcome("error", reason, notebook=job.notebook.stem, parameters=job.line())
 
 

@@ -15,8 +15,10 @@ import pytest
 from labbook.book import batch as batches
 from labbook.book import notebooks
 from labbook.book.batch import Job
+from labbook.book.execution import Outcome
 from labbook.book.notebooks import BatchError
 from labbook.book.slurm import run_on_slurm
+from labbook.files import write_record
 
 SLURM = ("slurmctld", "slurmd", "munged", "mungekey", "sbatch")
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -200,3 +202,28 @@ def test_where_there_is_no_slurm_it_is_said(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(BatchError, match="there is no sbatch here; --cluster slurm is for"):
         run_on_slurm([], [], tmp_path, gpu=False)
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """A stand-in for sbatch that gives its receipt, as the real one does when its job never begins."""
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho Submitted batch job 5\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(notebooks, "is_last", lambda name: False)
+    monkeypatch.setattr(batches, "reason_to_run", lambda *_: "")
+    return Job(tmp_path / "13_one.ipynb")
+
+
+def test_a_receipt_is_no_reason(stand_in, tmp_path):
+    (outcome,) = run_on_slurm([stand_in], ["true"], tmp_path / "runs", gpu=True)
+    assert "job 5 ended before it began" in outcome.reason
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+@pytest.mark.parametrize("machine", ["cpu-login-node", "h100"])
+def test_what_is_done_on_the_other_kind_of_machine_is_not_done(stand_in, tmp_path, machine, gpu):
+    done = Outcome("ok", notebook="13_one")
+    write_record(tmp_path / "runs" / machine / f"{stand_in.name}.json", done)
+    (outcome,) = run_on_slurm([stand_in], ["true"], tmp_path / "runs", gpu=gpu)
+    assert (outcome.status == "ok") == ((machine == "h100") == gpu)
