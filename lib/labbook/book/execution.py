@@ -97,7 +97,7 @@ def _end_with(parent: psutil.Process) -> None:
 def _reason(source: str, output: str, parameters: dict[str, Any]) -> str:
     """Why papermill failed; empty when it did not."""
     try:
-        papermill.execute_notebook(
+        notebook = papermill.execute_notebook(
             source,
             output,
             parameters,
@@ -111,6 +111,10 @@ def _reason(source: str, output: str, parameters: dict[str, Any]) -> str:
         return f"cell [{error.exec_count}]: {error.ename}: {error.evalue}"
     except Exception as error:  # DeadKernelError: Kernel died, and others
         return f"{type(error).__name__}: {error}"
+    # papermill takes sys.exit(0) for success.
+    code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+    if any(cell.execution_count is None for cell in code):
+        return "it ended before its last cell: sys.exit(0)?"
     return ""
 
 

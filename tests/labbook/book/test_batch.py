@@ -332,6 +332,15 @@ def test_what_dies_or_is_no_notebook_is_an_error(tmp_path, write_notebook):
         assert (outcome.status, said in outcome.reason) == ("error", True)
 
 
+def test_a_notebook_that_ends_itself_half_way_is_an_error(tmp_path, write_notebook):
+    source = write_notebook(tmp_path / "01_a.ipynb", "import sys; sys.exit(0)", "print('measured')")
+    outcome = execute(source, tmp_path / "out.ipynb", {})
+    assert (outcome.status, outcome.reason) == (
+        "error",
+        "it ended before its last cell: sys.exit(0)?",
+    )
+
+
 OTHERS = [
     ("13", {"value": 0.02, "count": 500}),
     ("22", {"parts": ["model"], "implementations": ["eager"], "dtypes": ["float32"]}),
