@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 
 from labbook import code
+from labbook.machine import gpu_of
 from labbook.rows import load_rows, run_counts
 from labbook.runs import Record, Run, load_run
 from labbook.schema import schema
@@ -44,7 +45,7 @@ class Evidence:
         if os.environ.get("LABBOOK_AGAIN"):
             return Measured(keys, frozenset())
         rows = self.rows(table)
-        rows = rows[rows["status"] != "skipped"]
+        rows = rows[rows["status"] == "ok"]  # memory may be free now, a compiler installed
         if "steps" in rows:
             rows = rows[rows["steps"].fillna(steps) >= steps]
         points = [_point(row, keys) for row in rows.to_dict("records")]
@@ -91,11 +92,13 @@ def reason_old(record: Record | None) -> str:
 
 
 def rows_of(now: Mapping[str, str], rows: pd.DataFrame, machine: str) -> pd.DataFrame:
-    """The rows of a machine that all of this code measured, with this torch."""
+    """The rows of a machine that all of this code measured, with this torch, on its present card."""
+    # Cards of one name and another memory or socket share a folder.
+    present = torch.__version__, gpu_of(machine)
     runs = []
     for name in rows["run"].dropna().unique():
         record = load_run(machine, name)
-        is_known = bool(now) and record is not None and record.torch == torch.__version__
+        is_known = bool(now) and record is not None and (record.torch, record.gpu) == present
         if is_known and not code.changed(now, record.code):
             runs.append(name)
     return rows[rows["run"].isin(runs)]

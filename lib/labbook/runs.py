@@ -130,8 +130,13 @@ def remove_unused(machine_slug: str, names: Iterable[str]) -> None:
 
 @cache
 def git_commit(repository: Path) -> str:
-    """What git says of the library when this process first saves, or "unknown"; + for uncommitted changes."""
+    """What git says of the library when this process first saves, or "unknown"; + for uncommitted changes.
+
+    Of a repository around the project it says nothing.
+    """
     try:
+        if Path(_git(repository, "rev-parse", "--show-toplevel")).resolve() != repository.resolve():
+            return "unknown"
         commit = _git(repository, "rev-parse", "--short=10", "HEAD")
         changes = _git(repository, "status", "--porcelain", "--", "lib")
     except (OSError, subprocess.SubprocessError):
@@ -141,5 +146,7 @@ def git_commit(repository: Path) -> str:
 
 def _git(repository: Path, *arguments: str) -> str:
     command = ("git", "-C", str(repository)) + arguments
+    # A git hook names its own repository there.
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
     options = {"capture_output": True, "text": True, "check": True, "timeout": 10}
-    return subprocess.run(command, **options).stdout.strip()
+    return subprocess.run(command, env=environment, **options).stdout.strip()

@@ -95,7 +95,10 @@ def test_rows_are_not_repeated_when_todays_code_measured_them(monkeypatch):
         "accumulation"
     ].tolist() == ["a"]
     assert evidence.rows_of({}, rows, MACHINE).empty
-    monkeypatch.setattr(torch, "__version__", "99")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "99")
+        assert evidence.rows_of(CODE, rows, MACHINE).empty
+    monkeypatch.setattr(evidence, "gpu_of", lambda _: "the same with more memory")
     assert evidence.rows_of(CODE, rows, MACHINE).empty
 
 
@@ -120,15 +123,15 @@ def test_a_damaged_run_is_said_in_a_sentence(figures):
             runs.load_run(MACHINE, path.stem)
 
 
-def test_the_commit_is_marked_where_the_library_has_uncommitted_changes(tmp_path):
+def test_the_commit_is_marked_where_the_library_has_uncommitted_changes(tmp_path, monkeypatch):
     def git(*arguments):
         identity = ("-c", "user.name=a", "-c", "user.email=a@b")
         command = ("git", "-C", str(tmp_path)) + identity + arguments
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
-    def commit():
+    def commit(folder=tmp_path):
         runs.git_commit.cache_clear()
-        return runs.git_commit(tmp_path)
+        return runs.git_commit(folder)
 
     assert commit() == "unknown"
     git("init", "-q")
@@ -139,6 +142,10 @@ def test_the_commit_is_marked_where_the_library_has_uncommitted_changes(tmp_path
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "a.py").write_text("")
     assert commit() == clean + "+"
+    assert commit(tmp_path / "lib") == "unknown", "of the repository around it"
+    (tmp_path / "other").mkdir()
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    assert commit(tmp_path / "other") == "unknown"
     runs.git_commit.cache_clear()
 
 

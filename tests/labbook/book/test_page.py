@@ -144,5 +144,7 @@ def test_a_sweep_continues_after_the_cases_on_record_and_measures_them_again_whe
     assert measure(cases, steps=3) == [1, 2, 1, 2], "with more steps"
     assert len(page.rows("weighted_sum_times")) == 2
     assert len(page.rows("accumulation")) == 1, "rows of another table"
+    page.save([cases[1] | {"status": "oom"}], "weighted_sum_times")
+    assert measure(cases, steps=3)[4:] == [2], "what failed may be right now"
     monkeypatch.setenv("LABBOOK_AGAIN", "1")
-    assert measure(cases[:1], steps=3)[4:] == [1]
+    assert measure(cases[:1], steps=3)[5:] == [1]
