@@ -23,8 +23,10 @@ METADATA = {
 
 # Between these lines stands what the learner writes; nbgrader leaves the same stub in their place.
 _SOLUTION = re.compile(
-    r"^([ \t]*)### BEGIN SOLUTION\n.*?^[ \t]*### END SOLUTION$", re.DOTALL | re.MULTILINE
+    r"^([ \t]*)###[ \t]*BEGIN SOLUTION\b[^\n]*\n.*?^[ \t]*###[ \t]*END SOLUTION\b[^\n]*$",
+    re.DOTALL | re.MULTILINE,
 )
+_MARK = re.compile(r"^.*#[ \t]*(BEGIN|END) SOLUTION.*$", re.MULTILINE)
 _STUB = r"\1# YOUR CODE HERE\n\1raise NotImplementedError()"
 
 
@@ -56,13 +58,14 @@ def _nbgrader(cell: NotebookNode) -> NotebookNode:
 
 def has_solution(cell: NotebookNode) -> bool:
     """Whether it holds what a learner is to write."""
-    return cell.cell_type == "code" and "### BEGIN SOLUTION" in cell.source
+    return cell.cell_type == "code" and _MARK.search(cell.source) is not None
 
 
 def cleared(notebook: NotebookNode) -> NotebookNode:
     """A copy with stubs for solutions, and checkers that have yet to say something.
 
     Any cell may raise, as those do that use what is yet to be written: the copy runs to its end all the same.
+    Raises ValueError: a solution has no end, or no beginning.
     """
     notebook = deepcopy(notebook)
     for cell in notebook.cells:
@@ -73,6 +76,11 @@ def cleared(notebook: NotebookNode) -> NotebookNode:
                 cell.outputs = []
                 cell.execution_count = None
             cell.source = _SOLUTION.sub(_STUB, cell.source)
+            if mark := _MARK.search(cell.source):
+                allowed = "each on a line of its own: ### BEGIN SOLUTION, ### END SOLUTION"
+                raise ValueError(
+                    f"a cell has {mark[0].strip()!r} without its other end; allowed: {allowed}"
+                )
     return notebook
 
 

@@ -141,3 +141,21 @@ def test_a_copy_runs_past_its_steps_and_says_not_yet_at_each(path, context):
     finally:
         process.kill()
         process.join()
+
+
+@pytest.mark.parametrize(
+    "begin", ["### BEGIN SOLUTION ", "### BEGIN SOLUTION: the sum", "###BEGIN SOLUTION\r"]
+)
+@pytest.mark.parametrize("end", ["### END SOLUTION", "### END SOLUTION ", "### END SOLUTION\r"])
+def test_a_solution_is_cleared_however_its_marks_are_written(begin, end):
+    notebook = new_notebook(
+        cells=[new_code_cell(f"def f():\n    {begin}\n    return 42\n    {end}")]
+    )
+    assert has_solution(notebook.cells[0])
+    assert "42" not in cleared(notebook).cells[0].source
+
+
+@pytest.mark.parametrize("mark", ["BEGIN", "END"])
+def test_a_solution_with_one_end_is_refused(mark):
+    with pytest.raises(ValueError, match=f"{mark} SOLUTION.*without its other end"):
+        cleared(new_notebook(cells=[new_code_cell(f"### {mark} SOLUTION\n42")]))
