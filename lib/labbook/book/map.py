@@ -43,12 +43,8 @@ class Entry(NamedTuple):
 
 def read_map() -> dict[str, Entry]:
     """The notebooks there are, by name, without those that only show what the others found."""
-    paths = [
-        path
-        for path in sorted(notebooks.folder().glob("*.ipynb"))
-        if not notebooks.is_last(path.stem)
-    ]
-    return {path.stem: _read_entry(path) for path in paths}
+    paths = notebooks.paths(notebooks.folder())
+    return {path.stem: _read_entry(path) for path in paths if not notebooks.is_last(path.stem)}
 
 
 def _read_entry(path: Path) -> Entry:

@@ -55,10 +55,15 @@ def folder() -> Path:
     return project().notebooks
 
 
+def paths(folder: Path) -> list[Path]:
+    """The workbook's notebooks in a folder; others, an Untitled.ipynb, are none of them."""
+    return sorted(folder.glob("[0-9][0-9]_*.ipynb"))
+
+
 def load_notebooks() -> dict[str, dict[str, Parameter]]:
     """Every notebook by its name without `.ipynb`, with its parameters."""
     parameters = {}
-    for path in sorted(folder().glob("*.ipynb")):
+    for path in paths(folder()):
         try:
             parameters[path.stem] = read_parameters(nbformat.read(path, as_version=4))
         except Exception as error:  # nbformat has an exception for every way of being no notebook

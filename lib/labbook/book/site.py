@@ -68,7 +68,7 @@ def build(target: Path, executed: Path) -> Path:
     if missing:
         remedy = "`pip install -e '.[site]'` does it"
         raise BatchError(f"{', '.join(missing)} is not installed; {remedy}")
-    paths = sorted(executed.glob("*.ipynb"))
+    paths = notebooks.paths(executed)
     if not paths:
         raise BatchError(f"there is no executed notebook in {executed}; `make run` makes some")
     outcomes = map(batch.load_outcome, sorted(executed.glob("*.json")))

@@ -109,6 +109,12 @@ def test_the_map_has_a_line_for_each_notebook_with_its_rows(entry_of):
     assert line == f"| [13 · {NAME[3:]}]({NAME}.ipynb) | {told} |"
 
 
+def test_other_notebooks_in_the_folder_are_no_part_of_the_workbook(entry_of):
+    (notebooks.folder() / "Untitled.ipynb").write_text("{")
+    assert entry_of().name == NAME
+    assert list(notebooks.load_notebooks()) == [NAME]
+
+
 def test_a_headline_is_shown_with_a_small_picture_or_without(entry_of, shown):
     overview.show_headline(entry_of(answered("**(1)** Yes.")))
     assert [each.data for each in shown][1:] == ["Yes."]
