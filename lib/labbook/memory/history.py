@@ -203,7 +203,7 @@ def _pairs(changes: list[Change], alive: Mapping[int, int]) -> pd.DataFrame:
     older |= {address: -size for address, size in first_size.items() if size < 0}
     before = [(-np.inf, address, size, "") for address, size in older.items()]
     columns = ["start_us", "address", "size_bytes", "code"]
-    events = pd.DataFrame(before + changes, columns=columns)
+    events = pd.DataFrame(before + changes, columns=columns).astype({"start_us": float})
     next_us = events.groupby("address").start_us.shift(-1)
     events["end_us"] = next_us.fillna(np.inf)
     return events[events.size_bytes > 0].reset_index(drop=True)
@@ -222,7 +222,7 @@ def _categories(
         category = category.mask(in_forward & outlives_it, "activations")
     for is_there, owners in ((is_older, before), (is_alive, after)):
         names = {address: name for address, (name, _) in owners.items()}
-        owner = allocations.address.map(names).where(is_there)
+        owner = allocations.address.map(names).astype(object).where(is_there)
         category = owner.fillna(category)
     return category
 

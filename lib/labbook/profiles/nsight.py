@@ -85,11 +85,12 @@ _TABLES = {
     "CUPTI_ACTIVITY_KIND_MEMSET": ("memset", "'Memset'", _ACTIVITY),
     "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": ("graph", "'CUDA graph'", _ACTIVITY),
 }
-# A range that is still open ends with the last call.
+# A range that is still open ends with the last call, or where it began after that, at once.
 _EVENTS = """
 SELECT '{1}' AS kind, {2} AS name, {3} >> 24 << 24 AS process, {3} AS thread, {4} AS stream,
        {5} AS correlation, start AS start_ns,
-       coalesce(end, (SELECT max(end) FROM CUPTI_ACTIVITY_KIND_RUNTIME)) AS end_ns FROM {0}"""
+       coalesce(end, CASE '{1}' WHEN 'range' THEN
+           max(start, (SELECT max(end) FROM CUPTI_ACTIVITY_KIND_RUNTIME)) END) AS end_ns FROM {0}"""
 
 
 def read_export(path: Path) -> Profile:

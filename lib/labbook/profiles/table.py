@@ -37,7 +37,7 @@ class Profile:
     written in plain PyTorch it launches the same kernels as everybody, and only the range tells them apart.
 
     ranges: process, thread, name, start_ns, end_ns, one row each time that a range was open; and `range`,
-        the path of those open then: measure/forward.
+        the path of those open then: measure/forward. There a "/" in a name is a ":".
     calls: of the CUDA API: process, thread, name, start_ns, end_ns.
     kernels: name (full), kind, process, stream, start_ns, end_ns, one row each; launch_ns and thread of
         the launch; `range` (path of those open at launch), `kernel` (short name) and `class`.
@@ -83,7 +83,7 @@ def _with_launches(ran: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
 
 
 def complete(events: pd.DataFrame, source: str) -> pd.DataFrame:
-    """Events as a `Profile` takes them; raises ProfileError if some lack what all of their kind must have.
+    """Events as a `Profile` takes them; raises ProfileError if some lack what all must have, or have no end.
 
     events: kind ("range", "call" of the CUDA API; what ran: "kernel", "memcpy", "memset", "graph", on a
         CPU "operator"), name, process, thread, stream, correlation, start_ns, end_ns.
@@ -100,7 +100,14 @@ def complete(events: pd.DataFrame, source: str) -> pd.DataFrame:
             f"{source}: {is_odd.sum()} of {len(events)} events ({kinds}) have no {columns}; "
             "without them its sums would be wrong: make the file again"
         )
-    return events.astype(_INTEGERS | {"correlation": float})
+    events = events.astype(_INTEGERS | {"correlation": float})
+    ends_early = events.end_ns < events.start_ns
+    if ends_early.any():
+        raise ProfileError(
+            f"{source}: {ends_early.sum()} of {len(events)} events end before they start: the profiler never "
+            "saw their ends, and its sums would be wrong; record it again"
+        )
+    return events
 
 
 def range_paths(
@@ -126,7 +133,7 @@ def range_paths(
         if edge.edge == "end":
             del open_here[edge.Index]
         else:
-            open_here[edge.Index] = edge.name
+            open_here[edge.Index] = _part(edge.name)
         paths.append("/".join(open_here.values()))
     edges["path"] = paths
     at_start = edges.path[edges.edge == "start"]
@@ -136,6 +143,11 @@ def range_paths(
     last_edges = pd.merge_asof(moments, edges, on="at", by="process")
     at_launch = last_edges.set_index("index").path.reindex(launches.index)
     return at_start.reindex(ranges.index), at_launch.fillna("")
+
+
+def _part(name: str) -> str:
+    """A range's name as one part of a path, whose parts "/" separates: forward:attention."""
+    return name.replace("/", ":")
 
 
 def covered(spans: pd.DataFrame, gap_ms: float = 0.0) -> pd.DataFrame:
@@ -221,16 +233,17 @@ Frames = tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]
 def one_step(profile: Profile) -> Frames:
     """Ranges, kernels and calls of the last step, for a timeline: as in a `Profile`, paths from the step on.
 
+    Of several ranks in one report they are of the rank whose step began last.
+
     Added are start_ms and end_ms, since it began, and of ranges their depth: 0 for the step itself.
     """
     steps, ranges, kernels = _inside(profile, STEP)
     step = steps.iloc[-1]
     ranges = ranges.assign(depth=ranges.range.str.count("/"))
-    return (
-        _since(ranges, step),
-        _since(kernels, step, "launch_ns"),
-        _since(profile.calls, step),
+    ranges, kernels, calls = (
+        frame[frame.process == step.process] for frame in (ranges, kernels, profile.calls)
     )
+    return _since(ranges, step), _since(kernels, step, "launch_ns"), _since(calls, step)
 
 
 def _inside(profile: Profile, root: str) -> Frames:
@@ -245,7 +258,7 @@ def _inside(profile: Profile, root: str) -> Frames:
 
 
 def _below(frame: pd.DataFrame, root: str) -> pd.DataFrame:
-    below = rf"(?:^|/)({re.escape(root)}(?:/.*)?)$"
+    below = rf"(?:^|/)({re.escape(_part(root))}(?:/.*)?)$"
     paths = frame.range.str.extract(below)[0]
     return frame.assign(range=paths).dropna(subset="range")
 

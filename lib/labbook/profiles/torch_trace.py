@@ -117,8 +117,10 @@ def load_trace(path: Path) -> tuple[list[dict[str, Any]], pd.DataFrame]:
     is_gloos = is_foreign & events.name.str.startswith("gloo:", na=False)
     events["kind"] = kinds.mask(is_foreign, "pytorch's").mask(is_gloos, "operator")
     times_us = events[["start_ns", "end_ns"]].apply(pd.to_numeric, errors="coerce").astype(float)
-    times_us["end_ns"] += times_us.start_ns  # until here the duration
-    events[["start_ns", "end_ns"]] = (1000 * times_us).round().astype("Int64")
+    times_ns = (1000 * times_us).round().astype("Int64")
+    # Durations are added as integers: since 1970 a float of microseconds is a multiple of 0.25.
+    times_ns["end_ns"] += times_ns.start_ns
+    events[["start_ns", "end_ns"]] = times_ns
     return trace, complete(events, path.name)
 
 
@@ -150,27 +152,39 @@ def read_trace(path: Path) -> Profile:
         )
     operators = events[events.kind == "operator"]
     own_ns = _own_ns(operators)
-    events.loc[own_ns.index, "end_ns"] = operators.start_ns + own_ns
+    events.loc[own_ns.index, "end_ns"] = events.start_ns + own_ns
     events["stream"] = pd.factorize(events.thread, sort=True)[0]
     touches_data = events.name.map(_BOOKKEEPING.search).isna()
-    computes = (events.kind == "operator") & touches_data
+    computes = events.index.isin(own_ns.index) & touches_data
     return Profile(events[computes | (events.kind == "range")])
 
 
 def _own_ns(operators: pd.DataFrame) -> pd.Series:
-    """The time of each operator without that of the operators that it calls."""
+    """The time of each operator without that of the operators that it calls.
+
+    One of the caller's own name (it dispatches to itself) is no call: it is left out, its time the caller's.
+    Nor is what a TorchDispatchMode takes: what that runs, if it runs anything, is inside. The operator at
+    which a checkpoint stops to compute again is a call all the same: one a segment.
+    """
     order = ["thread", "start_ns", "end_ns"]
     # An operator stands before those that it calls.
     nested = operators.sort_values(order, ascending=[True, True, False], kind="stable")
     own_ns = (nested.end_ns - nested.start_ns).to_dict()
     open_operators = []
+    no_calls = set()
     for operator in nested.itertuples():
         while open_operators and not _is_in(operator, open_operators[-1]):
             open_operators.pop()
         if open_operators:
-            own_ns[open_operators[-1].Index] -= operator.end_ns - operator.start_ns
+            caller = open_operators[-1]
+            if caller.name == operator.name:
+                no_calls.add(operator.Index)
+                continue
+            if operator.name == "PythonDispatchMode":
+                no_calls |= {operator.Index, caller.Index}
+            own_ns[caller.Index] -= operator.end_ns - operator.start_ns
         open_operators.append(operator)
-    return pd.Series(own_ns, dtype="int64").clip(lower=0)
+    return pd.Series(own_ns, dtype="int64").drop(list(no_calls)).clip(lower=0)
 
 
 def _is_in(operator: Any, caller: Any) -> bool:

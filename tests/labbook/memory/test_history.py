@@ -223,6 +223,16 @@ def test_the_history_agrees_with_the_allocator(tmp_path):
     assert largest_allocations(history).code.str.contains(r"\.py:\d+ ").any()
 
 
+def test_a_trace_of_whole_microseconds_in_which_nothing_is_older(tmp_path):
+    memory = {"ph": "i", "name": "[memory]", "pid": 1, "tid": 1}
+    events = [dict(ph="X", pid=1, tid=1, cat="user_annotation", name="forward", ts=0, dur=100)]
+    for time_us, size in ((10, 1024), (50, -1024)):
+        arguments = {"Device Type": 0, "Addr": 4096, "Bytes": size}
+        events.append(memory | {"ts": time_us, "args": arguments})
+    (tmp_path / "t.json").write_text(json.dumps({"traceEvents": events}))
+    assert len(read_memory_trace(tmp_path / "t.json", {}, {}).allocations) == 1
+
+
 def test_recordings_without_history_or_ranges(tmp_path):
     for snapshot, told in (
         (a_snapshot() | {"device_traces": []}, "history of 0 GPUs"),

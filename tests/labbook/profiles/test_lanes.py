@@ -87,6 +87,17 @@ def test_communication_is_exposed_where_nothing_is_computed():
     ]
 
 
+def test_of_two_ranks_in_one_report_one_is_shown(a_profile):
+    gemm, nccl = "ampere_sgemm_128x64_tn", "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
+    ranges = [("measure", 0, 1000)]
+    computes = ranges, [(gemm, 10, 100, 300), (nccl, 20, 300, 310)]
+    lanes = step_lanes(
+        a_profile(ranges, [(gemm, 10, 20, 100), (nccl, 20, 100, 300)], other=computes)
+    )
+    values = overlap_values(lanes)
+    assert values["profiled_exposed_ms"] == values["profiled_communication_ms"]
+
+
 def test_lanes_of_a_profile(a_profile):
     """NCCL on its own stream, launched in backward, running on while nothing is computed."""
     ranges = [

@@ -139,6 +139,11 @@ def test_what_is_no_export(tmp_path):
             "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET demangledName = 99 WHERE start > 150",
             "of 7 .*kernel.* name",
         ),
+        ("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = 0 WHERE start > 150", "1 of 7 .*end before"),
+        (
+            "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = NULL WHERE start > 150",
+            "kernel.* no end_ns",
+        ),
         ("UPDATE NVTX_EVENTS SET textId = 99, text = NULL WHERE start = 50", "of 7 .*range.* name"),
     ],
 )

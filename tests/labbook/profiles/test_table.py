@@ -56,6 +56,14 @@ def test_a_kernel_belongs_to_the_ranges_of_its_process_that_are_open_at_its_laun
     ]
 
 
+def test_a_range_with_a_slash_is_one_range(a_profile):
+    ranges = [("measure", 0, 100), ("data/tokens", 10, 20), ("forward/attention", 30, 50)]
+    profile = a_profile(ranges, [(GEMM, 15, 60, 70), (GEMM, 35, 80, 90)])
+    assert stages(profile.kernels).tolist() == ["data:tokens", "forward:attention"]
+    assert range_table(profile).calls.tolist() == [2, 1, 1]
+    assert kernel_table(profile, "data/tokens").calls.tolist() == [1]
+
+
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), max_size=8), st.integers(0, 70))
 def test_paths_name_exactly_the_open_ranges_the_longest_first(a_profile, spans, launch):
     ranges = [("all", -1, 100)]

@@ -141,6 +141,34 @@ def test_own_time_excludes_what_is_called(save):
     )
 
 
+def test_an_operator_that_dispatches_to_itself_is_one_call_with_all_its_time(save):
+    events = [
+        event("user_annotation", "measure", 0, 100),
+        event("cpu_op", "aten::mm", 10, 30),
+        event("cpu_op", "aten::mm", 12, 25),
+        event("cpu_op", "aten::fill_", 14, 5),
+        event("cpu_op", "aten::mm", 50, 20),  # a mode takes it, and runs it
+        event("cpu_op", "PythonDispatchMode", 52, 15),
+        event("cpu_op", "aten::mm", 54, 10),
+        event("cpu_op", "aten::mm", 80, 5),  # a mode takes it, and has its result
+        event("cpu_op", "PythonDispatchMode", 81, 3),
+    ]
+    table = kernel_table(read_trace(save({"traceEvents": events}))).set_index("kernel")
+    assert table.calls.to_dict() == {"aten::mm": 2, "aten::fill_": 1}
+    assert table.total_ms.to_dict() == pytest.approx({"aten::mm": 0.035, "aten::fill_": 0.005})
+
+
+def test_durations_of_times_since_1970(save):
+    trace = cuda_trace()
+    for e in trace["traceEvents"]:
+        if "ts" in e:
+            e["ts"] += 1_764_000_000_000_000
+        if e.get("cat") == "kernel":
+            e["dur"] = 1.376
+    kernels = read_trace(save(trace)).kernels
+    assert set((kernels.end_ns - kernels.start_ns)[kernels.kind == "kernel"]) == {1376}
+
+
 def test_one_step_kept_of_several(save, tmp_path):
     """The same table as the whole trace's, when its steps are equal."""
     whole = cuda_trace()
@@ -182,6 +210,14 @@ def test_events_that_lack_what_sums_need_are_counted_and_refused(save, category,
     odd = next(e for e in trace["traceEvents"] if e.get("cat") == category)
     odd.pop(lacking, None), odd["args"].pop(lacking, None)
     with pytest.raises(ProfileError, match=f"1 of 12 events .* have no {column}"):
+        read_trace(save(trace))
+
+
+@pytest.mark.parametrize("category", ["kernel", "user_annotation"])
+def test_an_event_that_ends_before_it_starts_is_refused(save, category):
+    trace = cuda_trace()
+    next(e for e in trace["traceEvents"] if e.get("cat") == category)["dur"] = -500
+    with pytest.raises(ProfileError, match="1 of 12 events end before they start"):
         read_trace(save(trace))
 
 
