@@ -323,6 +323,29 @@ def a_wrapped_module_keeps_its_dtype_and_its_shards(context):
         assert torch.equal(x, raised[name])
 
 
+def a_shard_that_another_rank_saved_is_refused(context):
+    """Of the module or of its optimizer; whatever was done to the tensors of the state in between."""
+    wrapped = FSDP(layer())
+    optimizer = optim.AdamW(wrapped.parameters())
+    wrapped(torch.ones(1, 4)).sum().backward()
+    wrapped.finish_gradient_synchronization()
+    optimizer.step()
+    states = [None] * context.world_size
+    saved = [module.state_dict() for module in (wrapped, wrapped.module)]
+    saved = [{name: x.half() for name, x in state.items()} for state in saved]
+    dist.all_gather_object(states, (*saved, optimizer.state_dict()))
+    of_all, of_module, of_optimizer = states[1 - context.rank]
+    for module, state in ((wrapped, of_all), (wrapped.module, of_module)):
+        with pytest.raises(ValueError, match=r"of shard \[\d, 2\] .* gave on this rank"):
+            module.load_state_dict(state)
+        with pytest.raises(RuntimeError, match="Missing key"):
+            module.load_state_dict(dict(module.named_parameters()))
+    optimizer.step()
+    optimizer.load_state_dict(of_optimizer)
+    with pytest.raises(ValueError, match=r"of shard \[\d, 2\] .* gave on this rank"):
+        optimizer.step()
+
+
 class OwnMuon(optim.Muon):
     """A subclass is refused like its class."""
 
@@ -583,6 +606,7 @@ PROMISES = {
         modules_that_change_are_refused,
         shards_are_not_copied_nor_pickled,
         a_wrapped_module_keeps_its_dtype_and_its_shards,
+        a_shard_that_another_rank_saved_is_refused,
         a_deleted_wrapper_is_freed_with_its_module,
     ],
     "ranks": [

@@ -274,6 +274,8 @@ def a_state_is_loaded_by_its_own_rank(context):
         words = rf"of shard {re.escape(str(shard))} .*allowed: \[{context.rank}, "
         with pytest.raises(ValueError, match=words):
             other.load_state_dict(state | {"shard": shard})
+    with pytest.raises(ValueError, match=r"other ranks own .*; allowed: the same"):
+        ShardedOptimizer(Mixed().groups()[::-1], AdamW).load_state_dict(state)
     copied.load_state_dict(module.state_dict())
     other.load_state_dict(copy.deepcopy(state))
     other.add_param_group({"params": [weight(2)]})

@@ -117,7 +117,9 @@ class FSDP(ShardedGradients):
         # After the first step the ranks are known to run the same modules in the same order.
         self._has_agreed = False
         self._add_hooks()
-        guards.refuse_other_optimizers(self._sharded)
+        guards.watch_parts(self._sharded)
+        module.register_state_dict_post_hook(guards.mark_state)
+        module.register_load_state_dict_pre_hook(guards.check_state)
 
     __reduce_ex__ = guards.refuse_copies
 
@@ -164,7 +166,9 @@ class FSDP(ShardedGradients):
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter.dim() > 0:
                 yield Home(parameter, module if unit is None else unit, module, key)
-        for child in module.children():
+        last = getattr(module, "gathered_last", None)
+        # The sort is stable.
+        for _, child in sorted(module.named_children(), key=lambda child: child[0] == last):
             yield from self._find_homes(child, unit)
 
     def _add_hooks(self) -> None:
@@ -411,7 +415,10 @@ class FSDP(ShardedGradients):
     def load_state_dict(
         self, state_dict: Mapping, strict: bool = True, assign: bool = False
     ) -> Any:
-        """As of every module, of this rank's shards; a tensor that is assigned would be no shard."""
+        """As of every module, of this rank's shards; ValueError for another rank's, or of other ranks.
+
+        A tensor that is assigned would be no shard.
+        """
         if assign:
             raise ValueError("assign is True; allowed: False, which copies into the shards")
         return super().load_state_dict(state_dict, strict)

@@ -8,6 +8,7 @@ from itertools import zip_longest
 from numbers import Real
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -83,29 +84,69 @@ def needs_closure(kind: type[Optimizer]) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def refuse_other_optimizers(shards: Iterable[Tensor]) -> None:
-    """From now on PyTorch's optimizers that do not treat each element by itself are refused at a first step.
+def place() -> list[int]:
+    """Whose a part is: the rank and the number of ranks."""
+    return [dist.get_rank(), dist.get_world_size()]
 
-    They are given the rows of a weight, and would compute another update without an error. Muon needs a
-    matrix as a whole, Adafactor means over its rows and columns, LBFGS scalar products over all parameters.
+
+def mark_state(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A hook of `state_dict()`: whose shards these are."""
+    # In the shape of an empty tensor, which stays whatever is done to all tensors of a state.
+    state[prefix + "shard_of"] = torch.empty(0, *place())
+
+
+def check_state(
+    module: Any,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing: list,
+    *_: Any,
+) -> None:
+    """A hook of `load_state_dict()`: ValueError for the shards of another rank, or of other ranks."""
+    mark = state.pop(prefix + "shard_of", None)
+    if mark is None:
+        missing.append(prefix + "shard_of")
+    else:
+        check_place(list(mark.shape[1:]))
+
+
+def check_place(shard: Any) -> None:
+    """Refuse (ValueError) what was not saved on this rank of as many ranks."""
+    if shard != place():
+        raise ValueError(
+            f"the state is of shard {shard} (rank, ranks); allowed: {place()}, what state_dict() gave on "
+            "this rank"
+        )
+
+
+def watch_parts(parts: Iterable[Tensor]) -> None:
+    """These are this rank's rows or slices of weights: from now on a step of an optimizer looks for such.
+
+    PyTorch's optimizers that do not treat each element by itself are refused: they would compute another
+    update without an error. Muon needs a matrix as a whole, Adafactor means over its rows and columns, LBFGS
+    scalar products over all parameters. Of the others each group notes the rank, which is saved and loaded
+    with it: what was loaded from another rank's is refused as well.
     """
     _watch_steps()
-    for shard in shards:
-        shard._is_shard = True
+    for part in parts:
+        part._is_shard = True
 
 
 _NEED_WHOLE_WEIGHTS = {"Adafactor", "LBFGS", "Muon"}  # all of torch.optim, from 2.11 to 2.15
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if _NEED_WHOLE_WEIGHTS.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
-        return
     for group in optimizer.param_groups:
-        if any(hasattr(parameter, "_is_shard") for parameter in group["params"]):
+        if not any(hasattr(parameter, "_is_shard") for parameter in group["params"]):
+            continue
+        if not _NEED_WHOLE_WEIGHTS.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
             raise ValueError(
                 f"{type(optimizer).__name__} looks at more than one element to update it, and of FSDP it is "
                 "given this rank's rows; allowed: optimizers that update each element by itself, as AdamW"
             )
+        check_place(group.setdefault("shard", place()))
 
 
 # One hook for all optimizers: it is the wrapper that knows the shards, and it may come after the optimizer.

@@ -116,19 +116,25 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """All groups, and the states of this rank's shard."""
-        return super().state_dict() | {"shard": [self._rank, self._world_size]}
+        return super().state_dict() | {"shard": guards.place(), "owners": self._shapes_and_owners()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict()` gave on this rank; ValueError for another's, or of other groups."""
-        if state_dict.get("shard") != [self._rank, self._world_size]:
+        guards.check_place(state_dict.get("shard"))
+        if state_dict.get("owners") != self._shapes_and_owners():
             raise ValueError(
-                f"the state is of shard {state_dict.get('shard')} (rank, ranks); allowed: "
-                f"{[self._rank, self._world_size]}, what state_dict() gave on this rank"
+                "in the state other ranks own the parameters; allowed: the same parameters, groups in the "
+                "order in which they were added, bucket_size_mb"
             )
         super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
         # It may have to convert what an older version saved.
         for _, optimizer in self._buckets:
             optimizer.__setstate__({"state": self.state})
+
+    def _shapes_and_owners(self) -> list[list]:
+        """Of each parameter, frozen ones too."""
+        parameters = (p for group in self.param_groups for p in group["params"])
+        return [[list(p.shape), self._owners.get(p)] for p in parameters]
 
     def _on_all_ranks(self, add: Callable[[], None], described: list[str]) -> None:
         """Take new groups in if that succeeds on every rank and all take the same, else fail on all."""

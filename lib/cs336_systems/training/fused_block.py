@@ -247,14 +247,14 @@ _PARTS += [model.RMSNorm, model.SwiGLU] + 3 * [model.Linear]
 def use_fused_blocks(lm: model.TransformerLM, stacked: bool = False) -> model.TransformerLM:
     """`use_fused_kernels(lm)`, and a backward by hand in its blocks.
 
-    stacked: as above; W3 is then before W2 in the order of parameters: FSDP gathers it next to W1.
+    stacked: as above; FSDP then gathers W3 next to W1.
     """
     for layer in use_fused_kernels(lm).layers:
         if getattr(layer, "run", None) is run_block:
             layer.run = run_fused
             layer.stacked = stacked
             if stacked and type(layer.ffn) is model.SwiGLU:
-                layer.ffn._modules["w2"] = layer.ffn._modules.pop("w2")
+                layer.ffn.gathered_last = "w2"
     return lm
 
 
