@@ -10,6 +10,7 @@ their addresses, which a launch needs anyway, are 0 for those without memory; la
 aligned, so they are copied.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache
 from itertools import starmap
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from cs336_systems.attention import flash_pytorch
 from cs336_systems.attention.inputs import check_inputs, in_autocast
@@ -198,6 +200,18 @@ def allows_tf32(dtype: torch.dtype) -> bool:
 
 _forward_op = torch.library.custom_op("cs336_systems::flash_forward", mutates_args=())(_forward)
 _backward_op = torch.library.custom_op("cs336_systems::flash_backward", mutates_args=())(_backward)
+
+
+@register_flop_formula(torch.ops.cs336_systems.flash_forward)
+def _(q, k, v, is_causal, **_) -> int:
+    """Of two matmuls; as PyTorch counts, masked scores too."""
+    return 4 * math.prod(q) * k[-2]
+
+
+@register_flop_formula(torch.ops.cs336_systems.flash_backward)
+def _(do, q, k, *others, **_) -> int:
+    """Of five matmuls."""
+    return 10 * math.prod(q) * k[-2]
 
 
 @_forward_op.register_fake

@@ -1,6 +1,7 @@
 """What operations keep for backward, read and write: found with PyTorch's hooks and modes."""
 
 import linecache
+import math
 import re
 import sys
 from collections import Counter
@@ -17,13 +18,31 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from labbook.project import project
 
 _NOTHING_MOVES = ("empty", "new_empty")  # memory is reserved and left as it is
 _GATHERS = ("embedding", "index", "index_select", "gather")  # read only as much as they write
 _OVERWRITE = ("copy_", "fill_", "zero_")  # do not read what they replace
+
+
+def _register_flops(name: str, factor: int, query: int) -> None:
+    """A formula that PyTorch lacks: factor * elements of argument `query` * rows of the next one."""
+    packet = getattr(torch.ops.aten, name)
+
+    def formula(*shapes: Any, **_: Any) -> int:
+        keys = shapes[query + 1][-2] if len(shapes[query + 1]) > 1 else 1
+        return factor * math.prod(shapes[query]) * keys
+
+    if packet not in flop_registry:
+        register_flop_formula(packet)(formula)
+
+
+_register_flops("mv", 2, 0)
+_register_flops("dot", 2, 0)
+_register_flops("_scaled_dot_product_flash_attention_for_cpu", 4, 0)
+_register_flops("_scaled_dot_product_flash_attention_for_cpu_backward", 10, 1)
 
 
 @cache
@@ -35,6 +54,9 @@ def _ours() -> re.Pattern[str]:
 
 def saved_bytes(forward: Callable[[], Tensor], inputs: Iterable[Tensor]) -> tuple[int, int]:
     """Run a forward that records gradients and count what stays until its backward.
+
+    What a Function keeps as an attribute of its ctx, and what a selective checkpoint keeps, autograd does not
+    see: on a CPU it is in neither number.
 
     Returns bytes of the distinct storages that autograd saved; and bytes in use: `inputs`, output and saved
     tensors on a CPU, on a GPU what the allocator handed out during the forward, and the inputs.
@@ -69,7 +91,8 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
     """The storages that one forward of `module` keeps for backward; each once, whoever saves it again.
 
-    Parameters and buffers are not counted: they are there anyway. Inputs are.
+    Parameters and buffers are not counted: they are there anyway. Inputs are. As in `saved_bytes`, attributes
+    of a ctx and what a selective checkpoint keeps are not seen.
     Returns one row a storage, the largest first: module (path in `module`), operation that saved it first,
     code (see `own_line`), size_bytes, dtype.
     """
@@ -128,30 +151,47 @@ class Operation(NamedTuple):
     """One operation of eager PyTorch, as a rule one kernel: it reads its inputs and writes its output."""
 
     name: str
-    flops: int  # of a matmul; 0 for everything else
+    # Of a matmul; 0 for everything that has no formula in torch.utils.flop_counter.flop_registry.
+    flops: int
     bytes_moved: int
 
 
 def operations_of(function: Callable[[], Any]) -> list[Operation]:
     """The operations that a call of the function runs, its backward included where it calls that.
 
-    Views are left out: they move nothing. Temporaries inside one operation are not seen.
+    Views are left out: they move nothing. Temporaries inside one operation are not seen, nor are the fused
+    kernels of compiled code: of that only the library's operations are, its matmuls.
     """
     operations = []
 
     class Recorder(TorchDispatchMode):
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True  # else compiled code would run as plain functions, and stay so for this process
+
         def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
             kwargs = kwargs or {}
             result = operation(*args, **kwargs)
+            schema = operation._schema
+            names = (each.name for each in schema.arguments)
+            arguments = dict(zip(names, args, strict=False)) | kwargs  # defaults are not given
+            changed = [
+                each for each in schema.arguments if each.alias_info and each.alias_info.is_write
+            ]
+            if (
+                arguments.get("grad_scale") is None
+            ):  # fused optimizers write gradients only to scale them
+                changed = [each for each in changed if each.name != "grads"]
             packet = operation.overloadpacket
             name = packet.__name__
             read = _sizes((args, kwargs))
-            written = _sizes(result)
-            is_view = written.keys() <= read.keys() and not operation._schema.is_mutable
+            written = _sizes(result) | _sizes([arguments.get(each.name) for each in changed])
+            is_view = written.keys() <= read.keys() and not schema.is_mutable
             if is_view or name.startswith(_NOTHING_MOVES):
                 return result
-            if name in _OVERWRITE:
-                read = _sizes((args[1:], kwargs))
+            replaced = {each.name for each in changed if each.is_out or name in _OVERWRITE}
+            if replaced:
+                read = _sizes([arguments[each] for each in arguments.keys() - replaced])
             in_bytes = read.total()
             if name in _GATHERS:
                 in_bytes = min(in_bytes, written.total())

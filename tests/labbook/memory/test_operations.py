@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from cs336_systems import accounting
+from cs336_systems.attention import ATTENTION
 from cs336_systems.attention.plain import plain_attention
 from cs336_systems.configs import model_size
 from cs336_systems.model import build_model
@@ -35,6 +36,9 @@ def empty(*shape, **options):
         (lambda x: x.copy_(empty(30, 20)), 2 * 600),
         (lambda x: x[empty(5, dtype=torch.long)], 2 * 5 * 20),  # looking up rows reads only those
         (lambda x: x @ x.T, 600 + 900),
+        (lambda x: torch.mm(x, x.T, out=empty(30, 30)), 600 + 900),
+        (lambda x: x[:, :10].mul_(2), 2 * 300),
+        (lambda x: torch._foreach_add_([x], [empty(30, 20)]), 3 * 600),
     ],
 )
 def test_bytes_that_an_operation_moves(function, elements):
@@ -45,6 +49,41 @@ def test_bytes_that_an_operation_moves(function, elements):
 def test_a_matmul_counts_its_floating_point_operations():
     x = empty(30, 20)
     assert [one.flops for one in operations_of(lambda: x @ x.T)] == [2 * 30 * 20 * 30]
+
+
+def test_compiled_code_runs_and_stays_compiled():
+    runs = []
+
+    def backend(graph, _):
+        return lambda *inputs: runs.append(1) or graph(*inputs)
+
+    compiled = torch.compile(lambda x: x @ x, backend=backend)
+    x = torch.randn(8, 8)
+    compiled(x)
+    assert [one.name for one in operations_of(lambda: compiled(x))] == ["mm"]
+    compiled(x)
+    assert len(runs) == 3
+
+
+def test_a_fused_optimizer_reads_four_and_writes_three():
+    parameter = nn.Parameter(torch.ones(1000))
+    parameter.grad = torch.ones(1000)
+    step = torch.optim.AdamW([parameter], fused=True).step
+    step()
+    moved = sum(one.bytes_moved for one in operations_of(step))
+    assert moved == pytest.approx(7 * FLOAT * 1000, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flash_triton"])
+def test_fused_attention_and_products_with_vectors_have_flops(name):
+    q, k, v = torch.randn(3, 1, 2, 32, 16, requires_grad=True).unbind()
+    attend = ATTENTION[name].load()
+    forward, both = (
+        sum(one.flops for one in operations_of(run))
+        for run in (lambda: attend(q, k, v, False), lambda: attend(q, k, v, False).sum().backward())
+    )
+    assert (forward, both) == (4 * 2 * 32 * 32 * 16, 14 * 2 * 32 * 32 * 16)
+    assert [one.flops for one in operations_of(lambda: q[0, 0] @ v[0, 0, 0])] == [2 * 32 * 16]
 
 
 @pytest.mark.parametrize(("context_length", "d_head"), [(64, 16), (256, 128)])
