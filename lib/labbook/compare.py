@@ -10,7 +10,7 @@ from labbook.schema import schema
 
 def key_columns(frame: pd.DataFrame) -> list[str]:
     """The columns that say what was measured and where, as opposed to what came out."""
-    keys = set(schema().keys) | {"machine", "gpu"}
+    keys = set(schema().keys)
     values = set(schema().values) | {"status", "reason", "run"}
     columns = []
     for name in frame:
@@ -28,7 +28,8 @@ def _is_value(column: pd.Series) -> bool:
 
 def require_one_row_each(frame: pd.DataFrame, *by: str | None) -> None:
     """Raises ValueError when two rows would be drawn in one place, naming what tells them apart."""
-    columns = list(dict.fromkeys(filter(None, by)))
+    named = filter(None, by)
+    columns = list(dict.fromkeys(named))
     for key, group in frame.groupby(columns, dropna=False, sort=False):
         if len(group) == 1:
             continue
@@ -97,11 +98,8 @@ def longest_warmup(frame: pd.DataFrame) -> pd.DataFrame:
     """Of rows that differ in their warm-up alone the one with the longest: they are one point of a plot."""
     if "warmup_steps" not in frame:
         return frame
-    keys = _measurement(frame)
-    if "machine" in frame:
-        keys.append("machine")
     by_warmup = frame.sort_values("warmup_steps", kind="stable")
-    return by_warmup.drop_duplicates(keys, keep="last").sort_index()
+    return by_warmup.drop_duplicates(_measurement(frame), keep="last").sort_index()
 
 
 def beside_published(
@@ -115,8 +113,10 @@ def beside_published(
     keys = list(keys)
     theirs = theirs.rename(columns={value: "theirs", "gpu": "card"})
     ours = ours[keys + [value]].rename(columns={value: "ours"})
-    both = theirs.merge(ours, on=keys).dropna(subset=["theirs", "ours"])
+    both = theirs.merge(ours, on=keys)
+    both = both.dropna(subset=["theirs", "ours"])
     # A gap in a key made floats of its whole numbers.
     both[keys] = both[keys].convert_dtypes()
     both["ratio"] = both["theirs"] / both["ours"]
-    return both[keys + ["theirs", "ours", "ratio", "card"]]
+    columns = keys + ["theirs", "ours", "ratio", "card"]
+    return both[columns]

@@ -5,7 +5,8 @@ panel each. Two rows in one place (x, hue, facet) are refused: the ValueError na
 """
 
 import textwrap
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -103,17 +104,21 @@ def lines(
         panels[0][0].set_ylim(bottom=0)
     if "status" in frame:
         _mark_failures(panels, y, colors)
-    names = _names(colors, hue)
-    legend = [Line2D([], [], color=colors[value], label=name, marker="o") for value, name in names]
+    legend = _legend(colors, hue, entry=partial(Line2D, [], [], marker="o"))
     if band:
         label = "band: 20th to 80th percentile"
         legend.append(Patch(color=MUTED, alpha=0.32, linewidth=0, label=label))
     return Drawing(chart, legend, column_label(x), column_label(y))
 
 
-def _names(colors: Mapping, hue: str | None) -> list[tuple[Hashable, str]]:
-    """The values of the hue with their names for a legend; none without a hue."""
-    return [(value, labels.named_value(hue, value)) for value in colors] if hue else []
+def _legend(
+    colors: Mapping, column: str | None, seen: set | None = None, entry: Callable = Patch
+) -> list[Artist]:
+    """An entry for each value of the column, or for each that can be seen; none without a column."""
+    if column is None:
+        return []
+    shown = [value for value in colors if seen is None or value in seen]
+    return [entry(color=colors[value], label=labels.named_value(column, value)) for value in shown]
 
 
 def _places(values: pd.Series) -> pd.Series:
@@ -251,8 +256,7 @@ def bars(
         name_bars(axes, [value_label(group, x).replace(" (", "\n(") for group in groups])
         axes.set_xlim(-0.55, len(groups) - 0.45)
     panels[0][0].margins(y=0.2 if is_narrow else 0.1)  # room for the labels
-    legend = [Patch(color=colors[value], label=name) for value, name in _names(colors, hue)]
-    return Drawing(chart, legend, column_label(x), column_label(y))
+    return Drawing(chart, _legend(colors, hue), column_label(x), column_label(y))
 
 
 def _place_bars(frame: pd.DataFrame, values: list[Hashable], facet: str | None) -> float:
@@ -334,7 +338,7 @@ def stacked_bars(
     for axes, _ in panels:
         axes.set_xlim(limits.min(), limits.max())
     seen = set(sums.loc[sums["_share"] > _VISIBLE, part])
-    legend = _legend(colors, seen, part)
+    legend = _legend(colors, part, seen)
     return Drawing(chart, legend, column_label(x), "share of time" if share else column_label(y))
 
 
@@ -357,15 +361,6 @@ def _draw_stacks(axes: Axes, heights: pd.DataFrame, colors: Mapping, *, share: b
         )
         texts = [f"{height:.0f}" if share and height >= 5.5 else "" for height in heights[name]]
         axes.bar_label(boxes, texts, label_type="center", size=8, path_effects=[_OUTLINE])
-
-
-def _legend(colors: Mapping, seen: set, column: str) -> list[Artist]:
-    """An entry for each value that can be seen."""
-    return [
-        Patch(color=color, label=value_label(value, column))
-        for value, color in colors.items()
-        if value in seen
-    ]
 
 
 @plot
@@ -480,7 +475,7 @@ def spans(
     duration = window[1] - window[0]
     drawn = (frame["_length"] + frame["_half"] * duration).groupby(frame[color]).sum()
     seen = set(drawn.index[drawn > _VISIBLE * duration])
-    return Drawing(chart, _legend(colors, seen, color), "time since the step began (ms)")
+    return Drawing(chart, _legend(colors, color, seen), "time since the step began (ms)")
 
 
 def _draw_boxes(axes: Axes, rows: pd.DataFrame, shade: str, height: float) -> None:

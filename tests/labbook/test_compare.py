@@ -65,8 +65,6 @@ def test_of_several_warmups_the_longest_is_shown():
     frame = frame.assign(warmup_steps=[5, 2, 2])
     frame = frame.assign(p50_ms=[1.0, 2.0, 3.0])
     assert longest_warmup(frame)["p50_ms"].tolist() == [1.0, 3.0]
-    of_two = pd.concat([frame.assign(machine="h200"), frame.assign(machine="cpu")])
-    assert len(longest_warmup(of_two)) == 4
 
 
 def test_a_report_stands_beside_what_both_measured():
@@ -95,13 +93,6 @@ def test_every_row_is_divided_by_its_equal(rows):
         sizes = rows["implementation"].map({"plain": 8, "compiled": other})
         with pytest.raises(ValueError, match=r"batch_size \(8.*, (4|nan)"):
             divided(rows.assign(backend=None, batch_size=sizes))
-
-
-def test_machines_are_compared_across_everything_that_names_them(rows):
-    compiled = rows[rows["implementation"] == "compiled"]
-    machines = [compiled.assign(machine=name, gpu=name.upper()) for name in ("h200", "cpu")]
-    pairs = compared(pd.concat(machines), "machine", "h200", "p50_ms")
-    assert pairs["ratio"].tolist() == [1.0] * 3
 
 
 def test_rows_that_are_equal_are_refused_as_duplicates(rows):
