@@ -24,6 +24,7 @@ from types import CodeType
 from typing import Any
 
 import psutil
+from IPython.core.inputtransformer2 import TransformerManager
 
 from labbook import timing
 from labbook.project import project
@@ -158,7 +159,9 @@ def read(*nodes: ast.stmt) -> Code:
     tree = ast.Module(list(nodes), type_ignores=[])
     code = Code(normalised(tree))
     _Names(code).visit(tree)
-    code.looks_up.update(_looked_up(compile(tree, "code", "exec"), code.binds))
+    code.looks_up.update(
+        _looked_up(compile(tree, "code", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), code.binds)
+    )
     return code
 
 
@@ -353,21 +356,32 @@ def code_cells(path: Path) -> tuple[tuple[str, ...], frozenset[str]]:
 
 @cache
 def statements(source: str) -> list[Code]:
-    """The statements of a cell, without what IPython alone can read.
+    """The statements of a cell, as IPython executes them; of %time and %%time those that they time.
 
     Of an import each name is a statement, for others of that line do not matter.
     """
-    text = re.sub(r"^\s*[%!?].*$", "", source, flags=re.MULTILINE)
     codes: list[Code] = []
     with suppress(SyntaxError):
-        for node in ast.parse(text).body:
-            if isinstance(node, ast.Import | ast.ImportFrom):
+        for node in ast.parse(TransformerManager().transform_cell(source)).body:
+            if isinstance(node, ast.Expr) and (timed := _of_magic(node.value)):
+                codes += statements(timed)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
                 for alias in node.names:
                     node.names = [alias]
                     codes.append(read(node))
             else:
                 codes.append(_statement(node))
     return codes
+
+
+def _of_magic(node: ast.expr) -> str:
+    """What stands behind a magic that is a statement of its own; it may be Python."""
+    match node:
+        case ast.Call(
+            ast.Attribute(attr="run_line_magic" | "run_cell_magic"), [*_, ast.Constant(text)]
+        ):
+            return text
+    return ""
 
 
 def _statement(node: ast.stmt) -> Code:

@@ -314,3 +314,17 @@ def test_the_hash_is_the_same_in_every_python():
         # Another Python may lack what labbook imports.
         if python == sys.executable or process.returncode == 0:
             assert process.stdout.strip() == "5ce39d813e7e"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["setup?", "files = !ls", "took = %timeit -o work(1)", "if True:\n    !echo", "await work(1)"],
+)
+def test_a_cell_that_only_ipython_reads_is_code(line):
+    setup = "def setup(case):\n    return work({})\n"
+    saving = "%time page.measure('times', cases, setup)"
+    before, now = (code.of_cells([setup.format(n) + line, saving]) for n in (1, 2))
+    assert code.changed(before, now)
+    # IPython keeps executed cells as it has transformed them.
+    executed = "get_ipython().run_line_magic('time', \"page.measure('times', cases, setup)\")"
+    assert code.of_cells([setup.format(1) + line, executed]) == before
