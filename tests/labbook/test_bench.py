@@ -114,6 +114,14 @@ def test_other_errors_end_the_sweep_unless_they_are_named():
     assert "no kernel takes this" in row["reason"]
 
 
+def test_what_a_learner_has_not_written_yet_is_no_row():
+    def stub():
+        raise NotImplementedError()
+
+    with pytest.raises(NotImplementedError):
+        in_process(grid(size=1), lambda case: {"": Step(stub)}, errors=Exception)
+
+
 def test_a_pass_faster_than_its_part_is_timed_again_of_the_same_set_up():
     set_up = []
     naps_s = iter([0.02, 0.001, 0.001, 0.02])
