@@ -6,6 +6,7 @@ And a saved row in a line: "plain, context 512, d = 64, float32, forward: 1.23 m
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -79,21 +80,27 @@ def _labelled(values: pd.Series) -> pd.Categorical:
 
 def _cells(numbers: pd.Series, statuses: Iterable | None, fmt: str | None = None) -> pd.Series:
     """One column of text: numbers, and the word for why there is none."""
-    fmt = fmt or _format(numbers)
+    write = fmt.format if fmt else partial(_written, _format(numbers))
     if statuses is None:
         statuses = [None] * len(numbers)
     texts = [
-        STATUS_LABELS.get(status, MISSING) if pd.isna(number) else fmt.format(number)
+        STATUS_LABELS.get(status, MISSING) if pd.isna(number) else write(number)
         for number, status in zip(numbers, statuses, strict=True)
     ]
     return pd.Series(texts, numbers.index, dtype=object)
 
 
+def _written(fmt: str, number: float) -> str:
+    """A number in a format; as a power of ten where it would be shown as zero."""
+    text = fmt.format(number)
+    return f"{number:.1e}" if number and not re.search("[1-9]", text) else text
+
+
 def _format(numbers: Iterable[float]) -> str:
-    """Three significant digits of the smallest, five of the largest, 3 decimals at most."""
+    """Three significant digits of the smallest, five of the largest, 3 decimals at most; none becomes 0."""
     measured = (number for number in numbers if number and math.isfinite(number))
     exponents = [math.floor(math.log10(abs(number))) for number in measured] or [2]
-    decimals = min(2 - min(exponents), 4 - max(exponents), 3)
+    decimals = min(2 - min(exponents), max(4 - max(exponents), -min(exponents)), 3)
     return f"{{:,.{max(0, decimals)}f}}"
 
 

@@ -64,3 +64,10 @@ def test_markup_is_escaped_a_folded_table_shows_its_caption_and_no_rows_say_so(r
     show(rows.iloc[:0])
     show(pivot(rows.iloc[:0], "implementation", "context_length"))
     assert all("no rows" in text for bundle in shown[1:] for text in bundle.values())
+
+
+def test_no_number_is_shown_as_zero():
+    times = pd.DataFrame({"p50_ms": [0.4, 31.25, 12345.0]})
+    assert as_text(times).iloc[:, 0].tolist() == ["0.4", "31.2", "12,345.0"]
+    times = pd.DataFrame({"p50_ms": [0.0, 0.0004, 1.0]})
+    assert as_text(times).iloc[:, 0].tolist() == ["0.000", "4.0e-04", "1.000"]
