@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
-import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from IPython import display
@@ -21,7 +20,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocat
 from PIL import Image
 
 from labbook.labels import column_of, named_value, ordered, value_label
-from labbook.style import MUTED, STYLE, ZONE
+from labbook.style import MUTED, ZONE, in_style
 
 WIDTH = 9.2  # inches: 1472 pixels at 160 dpi
 _SHOWN_WIDTH = 883  # pixels on the page, so that it stays sharp on a dense screen
@@ -52,7 +51,7 @@ class Chart(Figure):
         """The picture in 256 colours, without date or version: the same for equal rows. Drawn once."""
         if not self._png:
             canvas = FigureCanvasAgg(self)
-            with mpl.rc_context(STYLE):
+            with in_style():
                 canvas.draw()
             picture = Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
             picture = picture.quantize(256, dither=Image.Dither.NONE)
@@ -64,7 +63,7 @@ class Chart(Figure):
     def svg(self) -> bytes:
         """The same picture as vectors, its text as outlines."""
         buffer = io.BytesIO()
-        with mpl.rc_context(STYLE):
+        with in_style():
             self.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
         return buffer.getvalue()
 
@@ -101,7 +100,7 @@ def plot(draw: Callable[..., Drawing | None]) -> Callable[..., Chart]:
         ylabel: str = "",
         **options: Any,
     ) -> Chart:
-        with mpl.rc_context(STYLE):
+        with in_style():
             drawing = None if frame.empty else draw(frame, *args, **options)
             if drawing is None:
                 return _with_header(_empty_chart(), (), title, "")
@@ -208,7 +207,7 @@ def x_ticks(axes: Axes, column: str, values: pd.Series, *, log: bool) -> None:
         axes.set_xticks(range(len(distinct)), [value_label(value, column) for value in distinct])
         return
     if log:
-        axes.set_xscale("log", base=2)
+        _log_scale(axes.set_xscale, values, 2)
         axes.xaxis.set_minor_locator(NullLocator())
     few = len(distinct) <= _MOST_TICKS and (log or values.dtype.kind != "f")
     many = LogLocator(10) if log else MaxNLocator(8, steps=[1, 2, 5, 10], integer=True)
@@ -218,12 +217,12 @@ def x_ticks(axes: Axes, column: str, values: pd.Series, *, log: bool) -> None:
 
 def log_y(axes: Axes, values: pd.Series) -> None:
     """A logarithmic y axis with plain numbers, more of them where it spans little."""
-    values = values[values > 0]
-    if values.empty:
+    positive = values[values > 0]
+    if positive.empty:
         axes.set_yticks([])
         return
-    axes.set_yscale("log")
-    decades = np.log10(values.max() / values.min())
+    _log_scale(axes.set_yscale, values, 10)
+    decades = np.log10(positive.max() / positive.min())
     subs = (1, 2, 5)
     if decades > 1.6:
         subs = (1, 3)
@@ -232,6 +231,14 @@ def log_y(axes: Axes, values: pd.Series) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
     axes.yaxis.set_minor_locator(NullLocator())
     plain_numbers(axes.yaxis)
+
+
+def _log_scale(set_scale: Callable, values: pd.Series, base: int) -> None:
+    """A logarithmic scale; where it would lose zeros it is linear below the smallest positive number."""
+    if values.min() > 0:
+        set_scale("log", base=base)
+    else:
+        set_scale("symlog", base=base, linthresh=values[values > 0].min())
 
 
 def plain_numbers(axis: Axis, column: str = "") -> None:

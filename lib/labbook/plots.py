@@ -420,6 +420,8 @@ def _shades(values: pd.Series, middle: float | None) -> tuple[LogNorm, Any]:
         norm = LogNorm(middle / _MOST_APART, middle * _MOST_APART, clip=True)
         return norm, sns.blend_palette([VERMILLION, "#F4F4F2", BLUE], as_cmap=True)
     least, most = values.agg(["min", "max"]).fillna(1)
+    if least <= 0:
+        raise ValueError(f"{values.name} is {least:g}; allowed in a heat map: above 0")
     return LogNorm(least, most, clip=True), sns.blend_palette(["#F2F7FB", BLUE], as_cmap=True)
 
 

@@ -1,8 +1,11 @@
 """One look for every figure: matplotlib's settings, and colours."""
 
 from collections.abc import Hashable, Iterable
+from contextlib import AbstractContextManager
 from itertools import cycle
 
+import matplotlib as mpl
+import matplotlib.style
 import numpy as np
 import seaborn as sns
 from matplotlib.colors import to_hex
@@ -47,6 +50,11 @@ STYLE = {
     "svg.fonttype": "path", "svg.hashsalt": "cs336",
 }
 # fmt: on
+
+
+def in_style() -> AbstractContextManager:
+    """Matplotlib's defaults and our settings, whatever the user's are."""
+    return mpl.style.context(["default", STYLE])
 
 
 def palette(values: Iterable[Hashable], column: str | None) -> dict[Hashable, str]:

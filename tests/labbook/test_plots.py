@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 
+import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import pytest
@@ -184,3 +185,22 @@ def test_two_sides_of_a_lane_touch():
     chart = spans(frame, "step", "doing", side="lane")
     assert boxes(chart, VERMILLION) == [[8, 9, 0, 0.4]]
     assert {"communication, exposed", "backward"} <= texts(chart)
+
+
+def test_a_picture_does_not_follow_the_users_style(rows):
+    plain = lines(rows, "context_length", hue="implementation").png()
+    with mpl.style.context(["dark_background", {"font.family": "serif"}]):
+        assert lines(rows, "context_length", hue="implementation").png() == plain
+
+
+@pytest.mark.parametrize("zero", [(0.0, 9.0), (1.0, 0.0)])
+def test_a_zero_is_on_a_logarithmic_axis(zero):
+    points = pd.DataFrame([zero, (10.0, 4.0), (100.0, 6.0)], columns=["bucket_size_mb", "p50_ms"])
+    axes = lines(points, "bucket_size_mb", band=None).axes[0]
+    assert axes.viewLim.contains(*zero)
+
+
+def test_a_heat_map_without_a_logarithm_is_refused():
+    tiles = pd.DataFrame({"block_m": [32, 64], "block_n": 32, "p50_ms": [0.0, 1.0]})
+    with pytest.raises(ValueError, match="p50_ms is 0; allowed"):
+        heatmap(tiles, "block_m", "block_n")
