@@ -32,6 +32,7 @@ from labbook.book.notebooks import (
     unknown,
 )
 from labbook.files import make_folder, read_record, write_record
+from labbook.rows import RowError, run_counts
 
 PROFILES = {"cpu": 0, "gpu": 1, "multi-gpu": 2}  # with the GPUs that each needs
 
@@ -194,6 +195,7 @@ def _run(job: Job, folder: Path) -> Outcome:
     else:
         outcome = execute(job.notebook, folder / f"{job.name}.ipynb", job.parameters)
     outcome = replace(outcome, notebook=name, parameters=job.line(), code=code_before)
+    outcome = replace(outcome, rows=_row_count(job, folder))
     write_record(folder / f"{job.name}.json", outcome)
     return outcome
 
@@ -207,6 +209,8 @@ def reason_to_run(job: Job, folder: Path) -> str:
         return f"it ended with status {outcome.status}"
     if notebooks.is_last(job.notebook.stem):
         return "it shows what the others found"
+    if _row_count(job, folder) < outcome.rows:
+        return "rows of it are gone"
     now = _code(job)
     return code.reason_changed(dict.fromkeys(now, "") | outcome.code, now)
 
@@ -215,6 +219,13 @@ def load_outcome(path: Path) -> Outcome | None:
     """The outcome in a file; None when it is not there or damaged, and its job runs again."""
     with suppress(OSError, ValueError):
         return read_record(path, Outcome)
+
+
+def _row_count(job: Job, folder: Path) -> int:
+    """How many rows of the notebook there are on the machine that the folder is named after."""
+    with suppress(RowError):  # of a damaged table: executed again, the notebook says it
+        return run_counts(job.notebook.stem.partition("_")[2], folder.name).total()
+    return 0
 
 
 def _code(job: Job) -> dict[str, str]:

@@ -24,6 +24,7 @@ class Outcome:
     """How a job ended, as kept beside its executed notebook.
 
     status: "ok", "error" or "skipped"; then `reason` says why. code: what that depends on, by name.
+    rows: how many of the notebook's problem its machine had then.
     """
 
     status: str
@@ -32,6 +33,7 @@ class Outcome:
     notebook: str = ""
     parameters: str = ""
     code: dict[str, str] = field(default_factory=dict)
+    rows: int = 0
 
 
 def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Outcome:

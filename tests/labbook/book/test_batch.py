@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import nbformat
 import psutil
@@ -225,6 +226,18 @@ def test_what_changed_is_done_again_once_and_a_line_says_why(jobs, executed, tmp
         assert executed == ["11_nb", "11_nb"]
     said = capsys.readouterr().out
     assert f"again: 11_nb steps=11: {why}" in said if why.strip() else "again" not in said
+
+
+def test_a_job_whose_rows_are_gone_is_done_again(jobs, executed, tmp_path, monkeypatch):
+    counts = Counter({"a run": 2})
+    monkeypatch.setattr(batch, "run_counts", lambda slug, machine: counts)
+    batch.run_batch(jobs[:1], tmp_path / "runs")
+    counts["another run"] = 3
+    batch.run_batch(jobs[:1], tmp_path / "runs")
+    assert executed == ["11_nb"]
+    counts.clear()
+    batch.run_batch(jobs[:1], tmp_path / "runs")
+    assert executed == ["11_nb", "11_nb"]
 
 
 def test_a_folder_that_cannot_be_is_said_before_anything_starts(jobs, executed, tmp_path):
