@@ -32,13 +32,14 @@ from wrappers import (
     train,
 )
 
-from cs336_systems.model import Linear
+from cs336_systems.model import Linear, SwiGLU
 from cs336_systems.parallel import (
     FSDP,
     BucketedDDP,
     FlatDDP,
     NaiveDDP,
     ShardedOptimizer,
+    TensorParallelSwiGLU,
     TorchDDP,
     launch,
 )
@@ -346,6 +347,48 @@ def a_shard_that_another_rank_saved_is_refused(context):
         optimizer.step()
 
 
+def gradients_that_a_hook_has_taken_are_missed(context):
+    """An optimizer's step in backward: not where a shard's hook comes behind its mean."""
+
+    def step(wrapped):
+        wrapped(torch.randn(2, 4)).square().sum().backward()
+        wrapped.finish_gradient_synchronization()
+
+    for wrap in ALL.values():
+        wrapped = wrap(nn.Sequential(Linear(4, 4), nn.LayerNorm(4), Linear(4, 4)))
+        norm = wrapped.module[1].weight
+        norm.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        with pytest.raises(RuntimeError, match="a hook has taken a gradient"):
+            step(wrapped)
+
+
+def parts_are_not_taken_for_weights(context):
+    sliced = TensorParallelSwiGLU(SwiGLU(4, 8))
+    for wrap in (*ALL.values(), partial(ShardedOptimizer, optimizer_cls=optim.SGD)):
+        with pytest.raises(ValueError, match=r"allowed: .*whole weights"):
+            wrap(sliced if wrap in ALL.values() else sliced.parameters())
+    wrapped = FSDP(layer())
+    with pytest.raises(RuntimeError, match="initialise, then wrap"):
+        wrapped.apply(lambda module: None)
+
+
+def calls_in_another_order_are_refused(context):
+    wrapped = scattered(nn.Sequential(Linear(4, 4), Linear(4, 4)))
+    for _ in range(2):
+        wrapped(torch.ones(2, 4)).sum().backward()
+        wrapped.finish_gradient_synchronization()
+        with pytest.raises(RuntimeError, match=r"zero_grad\(\), backward, then once"):
+            wrapped.finish_gradient_synchronization()
+        wrapped.zero_grad()
+    sharded = FSDP(layer())
+    for _ in range(2):
+        sharded(torch.ones(1, 4)).sum().backward()
+        with pytest.raises(RuntimeError, match="not yet averaged"):
+            sharded.clip_grad_norm_(1.0)
+        sharded.finish_gradient_synchronization()
+        sharded.clip_grad_norm_(1.0)
+
+
 class OwnMuon(optim.Muon):
     """A subclass is refused like its class."""
 
@@ -607,6 +650,9 @@ PROMISES = {
         shards_are_not_copied_nor_pickled,
         a_wrapped_module_keeps_its_dtype_and_its_shards,
         a_shard_that_another_rank_saved_is_refused,
+        gradients_that_a_hook_has_taken_are_missed,
+        parts_are_not_taken_for_weights,
+        calls_in_another_order_are_refused,
         a_deleted_wrapper_is_freed_with_its_module,
     ],
     "ranks": [

@@ -27,6 +27,11 @@ _NEW = hasattr(dist, "all_gather_single")
 ALL_GATHER = "all_gather_single" if _NEW else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if _NEW else "reduce_scatter_tensor"
 
+GRADIENT_IS_GONE = (
+    "a hook has taken a gradient away before it was averaged; allowed: the optimizer's step and zero_grad() "
+    "after finish_gradient_synchronization()"
+)
+
 
 def start_mean(tensor: Tensor, backend: str) -> dist.Work:
     """Start to replace a tensor by its mean over the ranks; it is there after `wait()` of what is returned.
@@ -77,7 +82,8 @@ class DataParallel(nn.Module):
         is_nested = any(isinstance(part, DataParallel) for part in module.modules())
         if is_nested or any(hasattr(parameter, "_is_shard") for parameter in self._wrapped):
             raise ValueError(
-                f"{type(module).__name__} is wrapped already, or a part; allowed: one wrapper"
+                f"{type(module).__name__} is wrapped already, or a part, or tensor-parallel; allowed: one "
+                "wrapper, around whole weights"
             )
         self._trainable = [parameter for parameter in self._wrapped if parameter.requires_grad]
         self._frozen = [parameter for parameter in self._wrapped if not parameter.requires_grad]
@@ -162,6 +168,8 @@ class DataParallel(nn.Module):
         """The gradient that this rank contributes: zero where the parameter was not used."""
         parameter = self._trainable[index]
         if parameter.grad is None:
+            if self._may_be_taken(parameter):
+                raise RuntimeError(GRADIENT_IS_GONE)
             self._unused.add(index)
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad
@@ -170,6 +178,10 @@ class DataParallel(nn.Module):
             # It is a copy, and the mean will be there.
             parameter.grad = message
         return message
+
+    def _may_be_taken(self, parameter: Tensor) -> bool:
+        """Whether a hook may have used and cleared the gradient that is not there."""
+        return bool(parameter._post_accumulate_grad_hooks)
 
     def _settle(self) -> None:
         """What no rank knows alone: which parameters no rank has used."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import call
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,11 @@ class FSDP(ShardedGradients):
     call `zero_grad()` of the wrapper: an optimizer's knows only the shards. An infinity or a NaN in a
     gradient on one rank becomes a NaN on all, so that a GradScaler skips the step on all. A shard's
     post-accumulate hooks run when the means of its group are there, over NCCL on the reduction's stream.
+
+    What a shard is not: a weight. A function of a whole weight or of all gradients sees this rank's rows.
+    torch's `clip_grad_norm_` scales each rank's by another norm: use the wrapper's. `reset_parameters()` of a
+    module, or a write of a seeded tensor, fills rows with another deviation, alike on all ranks: initialise,
+    then wrap. An optimizer's step in a hook of a parameter that is not sharded comes before its mean.
 
     Args:
         compute_dtype: to which weights are cast before they are gathered, and floating-point arguments of
@@ -389,6 +394,7 @@ class FSDP(ShardedGradients):
         average_flat([self._gradient(index) for index in self._replicated], self._backend)
         self._wait_for_reductions()
         self._free_all()
+        self._is_over = False
         self._has_agreed = True
         self._check_hooks()
         if not all(shard.requires_grad for shard in self._sharded):
@@ -430,7 +436,15 @@ class FSDP(ShardedGradients):
         for group in self._groups:
             for weight in group.weights:
                 weight.whole.grad = None
+        self._is_over = False
         super().zero_grad(set_to_none)
+
+    def apply(self, change: Callable[[nn.Module], None]) -> NoReturn:
+        """What initialises modules is refused: RuntimeError."""
+        raise RuntimeError(
+            "apply() of an FSDP sees shards, and would fill every rank's rows alike; allowed: initialise, "
+            "then wrap"
+        )
 
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
@@ -451,6 +465,11 @@ class FSDP(ShardedGradients):
 
         Call it after `finish_gradient_synchronization()`, on all ranks.
         """
+        if self._is_over:
+            raise RuntimeError(
+                "gradients are to be clipped that are not yet averaged; allowed: after "
+                "finish_gradient_synchronization()"
+            )
         of_shards = self._squared_norm(self._sharded)
         dist.all_reduce(of_shards)
         replicated = [self._trainable[index] for index in self._replicated]

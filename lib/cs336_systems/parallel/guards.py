@@ -143,8 +143,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             continue
         if not _NEED_WHOLE_WEIGHTS.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
             raise ValueError(
-                f"{type(optimizer).__name__} looks at more than one element to update it, and of FSDP it is "
-                "given this rank's rows; allowed: optimizers that update each element by itself, as AdamW"
+                f"{type(optimizer).__name__} looks at more than one element to update it, and it is given "
+                "this rank's part of a weight; allowed: optimizers that update each element by itself, as "
+                "AdamW"
             )
         check_place(group.setdefault("shard", place()))
 

@@ -12,9 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.parallel.ddp import DataParallel, start_mean, weak_hook
+from cs336_systems.parallel.ddp import GRADIENT_IS_GONE, DataParallel, start_mean, weak_hook
 from cs336_systems.parallel.guards import check_bucket_size
-from cs336_systems.parallel.shards import BucketMemory, Segments, allocate, fill_buckets
+from cs336_systems.parallel.shards import (
+    BucketMemory,
+    Segments,
+    allocate,
+    fill_buckets,
+    segment_bytes,
+)
 
 
 class OverlappedDDP(DataParallel):
@@ -111,7 +117,13 @@ class OverlappedDDP(DataParallel):
 
     _begin_another_pass = _complete_pass
 
+    def _may_be_taken(self, parameter: Tensor) -> bool:
+        # Its hooks tell which gradients were there; see below.
+        return False
+
     def _average_gradients(self) -> None:
+        if any(self._trainable[i].grad is None or i in self._unused for i in self._ready):
+            raise RuntimeError(GRADIENT_IS_GONE)
         self._complete_pass()
         if self._observed is not None:
             # What the step did not use comes behind the rest.
@@ -179,7 +191,7 @@ class BucketedDDP(OverlappedDDP):
 
 
 def bucket_bytes(parameters: Iterable[Tensor], bucket_size_mb: float) -> list[int]:
-    """Sizes of BucketedDDP's messages in its first step; parameters of one dtype, on meta too."""
+    """Sizes of BucketedDDP's messages in its first step, padded; parameters of one dtype, on meta too."""
     tensors = list(parameters)
     buckets = fill_buckets(tensors, range(len(tensors))[::-1], bucket_size_mb * 2**20)
-    return [sum(tensors[index].nbytes for index in bucket) for bucket in buckets]
+    return [segment_bytes([[tensors[index] for index in bucket]]) for bucket in buckets]

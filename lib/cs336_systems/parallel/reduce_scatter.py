@@ -77,8 +77,15 @@ class ReduceScatterDDP(ShardedGradients, BucketedDDP):
         )
 
     def _average_gradients(self) -> None:
-        super()._average_gradients()
         rank = dist.get_rank()
+        pairs = zip(self._trainable, self._owners, strict=True)
+        present = {owner for parameter, owner in pairs if parameter.grad is not None}
+        if present == {rank} and not self._ready and self._observed is None:
+            raise RuntimeError(
+                "there are only the means that an earlier finish_gradient_synchronization() has left; "
+                "allowed: zero_grad(), backward, then once"
+            )
+        super()._average_gradients()
         for parameter, owner in zip(self._trainable, self._owners, strict=True):
             if owner != rank:
                 parameter.grad = None

@@ -224,6 +224,8 @@ def _check_arguments(optimizer_cls: Any, bucket_size_mb: Any, world_size: int) -
 
 def _check_parameters(parameters: list[Tensor]) -> None:
     guards.check_tensors("a parameter group", parameters)
+    if any(hasattr(parameter, "_is_shard") for parameter in parameters):
+        raise ValueError("a parameter is a rank's part of a weight; allowed: whole weights")
     starts = [parameter.data_ptr() for parameter in parameters if parameter.numel()]
     if len(set(starts)) < len(starts):
         raise ValueError("two parameters share their memory; allowed: each once, tied weights too")

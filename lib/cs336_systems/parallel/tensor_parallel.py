@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cs336_systems.parallel.guards import watch_parts
+
 
 class _Sum(torch.autograd.Function):
     """Adds up what the ranks have: in forward terms of a result, in backward gradients through their slices.
@@ -35,6 +37,10 @@ class _Sum(torch.autograd.Function):
 
 class TensorParallelSwiGLU(nn.Module):
     """This rank's slice of a SwiGLU layer; its output and the gradient of its input are those of the whole.
+
+    A slice is not the weight: torch's `clip_grad_norm_` scales by the norm of the slices alone, so that each
+    rank scales otherwise; a norm over all weights takes an all-reduce of the squares. Data-parallel wrappers
+    refuse slices, as they would give every rank those of rank 0.
 
     Args:
         full: a model.SwiGLU, with the same weights on every rank of the group.
@@ -64,6 +70,7 @@ class TensorParallelSwiGLU(nn.Module):
             # A copy: as a view it would keep the whole weight.
             weight = shard.clone(memory_format=torch.contiguous_format)
             setattr(self, name, nn.Parameter(weight, requires_grad=whole.requires_grad))
+        watch_parts(self.parameters())
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., d_model), the same on every rank, as is what comes out."""
