@@ -24,6 +24,7 @@ from cs336_systems.parallel import (
     FlatDDP,
     NaiveDDP,
     OverlappedDDP,
+    bucket_bytes,
     fill_buckets,
     launch,
 )
@@ -127,6 +128,15 @@ def buckets_follow_the_order_that_rank_0_has_seen(context):
         assert model._buckets == [[1, 3], [0, 2]]
 
 
+def messages_are_as_long_as_bucket_bytes_says(context):
+    """Padded: of 7 x 33 and 7 float32, 256 and 32."""
+    model = BucketedDDP(nn.Linear(33, 7), bucket_size_mb=25)
+    with watch_collectives() as messages:
+        model(torch.randn(2, 33)).sum().backward()
+    assert [message.bytes for message in messages] == [4 * 288]
+    assert bucket_bytes(model.parameters(), 25) == [4 * 288]
+
+
 def sent(model, *, communicates=True):
     """Bytes of the all-reduces of a step, while backward runs and after it."""
     with watch_collectives() as messages:
@@ -185,6 +195,7 @@ EVERYWHERE = [
     every_layout_gets_the_mean_gradient,
 ]
 TWO_RANKS = [
+    messages_are_as_long_as_bucket_bytes_says,
     buckets_follow_the_order_that_rank_0_has_seen,
     messages_leave_while_backward_runs,
     a_backward_inside_of_backward_is_no_pass_of_its_own,
