@@ -1,6 +1,6 @@
 """How much there is to read, in tokens, and how much there may be.
 
-Limits only go down: `python tests/budgets.py` prints the tables with what there is now, where that is less.
+Limits only go down: `python tests/budgets.py` lowers those of budgets.yaml to what there is now.
 """
 
 import json
@@ -10,99 +10,20 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import yaml
 from tokens import Count, count, long_statements, starred_displays, total
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ("lib/cs336_systems", "lib/labbook", "tests")
 COMMENTED = ("attention", "kernels", "parallel", "training")
 KINDS = ("shown", "answers", "plumbing")
-# What there may be now, and what it is to come down to.
-TOTALS: dict[str, tuple[float, float]] = {
-    "library": (142_000, 124_000),
-    "tests": (111_100, 98_000),
-    "tests/solutions": (25_000, 25_000),
-    "notebooks": (163_500, 105_000),
-    "notebooks: folded plumbing": (41_000, 12_000),
-    "notebooks: words": (75_600, 42_000),
-    "notebooks: answers": (202, 110),
-    "notebooks: cells of more than 220 tokens": (81, 0),
-    "notebooks: density of shown code": (13.6, 10.0),
-    "density of the densest file": (18.9, 11.5),
-    "density of the densest Gluon kernel": (12.5, 12.5),
-    "long statements": (39, 0),
-    "starred displays": (288, 0),
-    "density of lib/cs336_systems": (10.7, 10.0),
-    "density of lib/labbook": (10.7, 10.0),
-    "density of tests": (11.3, 10.0),
-    "code lines a comment in attention": (43.5, 25),
-    "code lines a comment in kernels": (117.4, 25),
-    "code lines a comment in parallel": (74.9, 25),
-    "code lines a comment in training": (131.1, 25),
-}
-# Tokens, and tokens a code line.
-ROOMS: dict[str, tuple[int, float]] = {
-    "lib": (1_300, 9.9),
-    "lib/cs336_systems": (4_600, 9.9),
-    "lib/cs336_systems/accounting": (7_600, 10.4),
-    "lib/cs336_systems/attention": (32_500, 11.7),
-    "lib/cs336_systems/checks": (15_900, 9.9),
-    "lib/cs336_systems/kernels": (7_100, 12.5),
-    "lib/cs336_systems/parallel": (17_000, 9.2),
-    "lib/cs336_systems/traffic": (2_800, 9.7),
-    "lib/cs336_systems/training": (8_500, 11.4),
-    "lib/labbook": (28_300, 10.8),
-    "lib/labbook/book": (9_300, 10.0),
-    "lib/labbook/memory": (4_300, 11.0),
-    "lib/labbook/profiles": (6_600, 9.6),
-    "notebooks": (700, 2.7),
-    "tests": (12_100, 11.4),
-    "tests/accounting": (4_800, 12.0),
-    "tests/attention": (15_000, 13.8),
-    "tests/checks": (8_800, 10.1),
-    "tests/claims": (2_200, 10.2),
-    "tests/kernels": (6_400, 13.4),
-    "tests/labbook": (41_000, 10.6),
-    "tests/parallel": (16_000, 10.8),
-    "tests/planted": (1_400, 11.4),
-    "tests/traffic": (700, 12.6),
-    "tests/training": (7_000, 12.3),
-}
-# Tokens shown, of answers and solutions, of folded plumbing; and what all of them are to come down to.
-NOTEBOOKS: dict[str, tuple[int, int, int, int]] = {
-    "00": (100, 0, 0, 70),
-    "11": (3_800, 1_400, 1_200, 3_500),
-    "12": (1_700, 1_100, 4_200, 4_400),
-    "13": (1_400, 500, 200, 1_800),
-    "14": (2_800, 1_100, 1_100, 3_000),
-    "15": (4_500, 1_500, 1_200, 5_200),
-    "16": (3_100, 1_000, 1_700, 3_700),
-    "21": (2_800, 900, 600, 2_900),
-    "22": (2_000, 1_300, 2_100, 2_900),
-    "23": (3_500, 800, 800, 3_000),
-    "24": (4_600, 1_000, 2_100, 5_000),
-    "25": (5_300, 1_400, 1_600, 5_400),
-    "26": (3_900, 1_700, 3_400, 3_300),
-    "27": (5_500, 1_200, 4_200, 6_200),
-    "31": (1_500, 800, 1_100, 2_500),
-    "32": (1_600, 300, 400, 1_900),
-    "33": (2_600, 1_300, 300, 2_500),
-    "34": (1_800, 800, 300, 1_800),
-    "35": (1_600, 600, 300, 2_100),
-    "36": (2_700, 1_300, 800, 2_900),
-    "37": (1_800, 700, 500, 2_200),
-    "38": (1_250, 750, 1_060, 1_700),
-    "41": (2_300, 800, 800, 2_700),
-    "42": (2_300, 1_800, 2_300, 4_200),
-    "43": (2_600, 600, 1_400, 3_700),
-    "44": (2_500, 1_100, 1_800, 4_200),
-    "51": (3_300, 800, 300, 2_600),
-    "52": (2_600, 800, 200, 2_400),
-    "53": (1_600, 500, 0, 1_800),
-    "54": (1_600, 600, 0, 1_900),
-    "55": (4_400, 1_100, 600, 4_100),
-    "56": (3_300, 700, 300, 3_100),
-    "61": (5_700, 1_900, 4_500, 5_000),
-}
+LIMITS = Path(__file__).with_suffix(".yaml")
+
+
+@cache
+def limits() -> dict[str, dict]:
+    """What there may be: totals, rooms and notebooks; the last number of a list is what it comes down to."""
+    return yaml.safe_load(LIMITS.read_text(encoding="utf-8"))
 
 
 @cache
@@ -208,7 +129,7 @@ def densest(is_kernel: bool) -> float:
 
 @cache
 def totals() -> dict[str, float]:
-    """What TOTALS limits."""
+    """By the names that the limits have."""
     solutions = below("tests/solutions").tokens
     code = [cell for _, _, cell in code_cells()]
     counted: dict[str, float] = {
@@ -238,28 +159,30 @@ def of_notebook(number: str) -> list[int]:
     return [of_kind(name, number).tokens for name in KINDS]
 
 
-def main() -> None:
-    """Print the three tables; no limit is higher than before."""
-    print("TOTALS: dict[str, tuple[float, float]] = {")
-    for name, number in totals().items():
-        limit, target = TOTALS.get(name, (math.inf, 0))
-        print(f'    "{name}": ({_written(min(limit, number))}, {_written(target)}),')
-    print("}\nROOMS: dict[str, tuple[int, float]] = {")
-    for room, counted in rooms().items():
-        tokens, density = ROOMS.get(room, (math.inf, math.inf))
-        density = min(density, counted.density)
-        print(f'    "{room}": ({_written(min(tokens, counted.tokens))}, {_written(density)}),')
-    print("}\nNOTEBOOKS: dict[str, tuple[int, int, int, int]] = {")
-    for number, (*limits, target) in NOTEBOOKS.items():
-        lowered = [_written(min(pair)) for pair in zip(limits, of_notebook(number), strict=True)]
-        print(f'    "{number}": ({", ".join(lowered)}, {_written(target)}),')
-    print("}")
+def lowered() -> dict[str, dict]:
+    """The limits, each as low as what there is; none is higher than before."""
+    before = limits()
+    of_totals = {
+        name: [min(limit, rounded_up(totals()[name])), target]
+        for name, (limit, target) in before["totals"].items()
+    }
+    of_rooms = {
+        room: [min(tokens, rooms()[room].tokens), min(density, rounded_up(rooms()[room].density))]
+        for room, (tokens, density) in before["rooms"].items()
+    }
+    of_notebooks = {}
+    for number, (*tokens, target) in before["notebooks"].items():
+        counted = of_notebook(number)
+        of_notebooks[number] = [min(pair) for pair in zip(tokens, counted, strict=True)] + [target]
+    return {"totals": of_totals, "rooms": of_rooms, "notebooks": of_notebooks}
 
 
-def _written(number: float) -> str:
-    """123456 -> 123_456; of a density one digit, rounded up."""
-    return f"{number:_}" if number == int(number) else f"{math.ceil(10 * number) / 10:.1f}"
+def rounded_up(number: float) -> float:
+    """Whole numbers as they are, of a density one digit."""
+    return number if isinstance(number, int) else math.ceil(10 * number) / 10
 
 
 if __name__ == "__main__":
-    main()
+    comment = "".join(line for line in LIMITS.open(encoding="utf-8") if line.startswith("#"))
+    text = yaml.safe_dump(lowered(), sort_keys=False, default_flow_style=None, width=100)
+    LIMITS.write_text(comment + text, encoding="utf-8")

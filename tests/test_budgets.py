@@ -2,9 +2,9 @@
 
 import budgets
 import pytest
-from budgets import NOTEBOOKS, ROOMS, TOTALS
 from tokens import Count, count, long_statements, starred_displays
 
+LIMITS = budgets.limits()
 PROGRAM = '''
 """A docstring is free."""
 def greet(name: str) -> str:
@@ -14,34 +14,34 @@ def greet(name: str) -> str:
 STARRED = "f(*a, **b)\nx, *y = a\n[*a, 1]\n(*a,)\n{**b}\n{*a}"
 
 
-@pytest.mark.parametrize("name", TOTALS)
+@pytest.mark.parametrize("name", LIMITS["totals"])
 def test_totals(name):
-    limit, target = TOTALS[name]
+    limit, target = LIMITS["totals"][name]
     lists = {"long statements": long_statements, "starred displays": starred_displays}
     places = budgets.places(lists[name]) if name in lists else ""
     assert budgets.totals()[name] <= limit, f"{name}: {places}; target {target}"
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("room", LIMITS["rooms"])
 def test_rooms(room):
     counted = budgets.rooms()[room]
-    tokens, density = ROOMS[room]
+    tokens, density = LIMITS["rooms"][room]
     assert counted.tokens <= tokens
     assert counted.density <= density
 
 
-@pytest.mark.parametrize("number", NOTEBOOKS)
+@pytest.mark.parametrize("number", LIMITS["notebooks"])
 def test_notebooks(number):
-    *limits, target = NOTEBOOKS[number]
+    *limits, target = LIMITS["notebooks"][number]
     counted = dict(zip(budgets.KINDS, budgets.of_notebook(number), strict=True))
     excess = {kind for kind, limit in zip(counted, limits, strict=True) if counted[kind] > limit}
     assert not excess, f"{counted}; limits {limits}, target of all {target}"
 
 
 def test_everything_has_a_limit():
-    assert set(TOTALS) == set(budgets.totals())
-    assert set(ROOMS) == set(budgets.rooms())
-    assert set(NOTEBOOKS) == {number for number, _, _ in budgets.code_cells()}
+    assert set(LIMITS["totals"]) == set(budgets.totals())
+    assert set(LIMITS["rooms"]) == set(budgets.rooms())
+    assert set(LIMITS["notebooks"]) == {number for number, _, _ in budgets.code_cells()}
 
 
 @pytest.mark.parametrize(
