@@ -44,7 +44,7 @@ def test_make_targets_exist(target):
 
 @pytest.mark.parametrize("arguments", re.findall(r'make run ARGS="(.*?)"', TEXT))
 def test_runs_can_be_planned(arguments):
-    assert main(["run", "--dry-run", *arguments.split()]) == 0
+    assert main(["run", "--dry-run"] + arguments.split()) == 0
 
 
 @pytest.mark.parametrize("path", re.findall(r"papermill (\S+)", TEXT))

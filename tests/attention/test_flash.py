@@ -31,7 +31,8 @@ both = pytest.mark.parametrize("flash", [FlashAttentionPyTorch, FlashAttentionTr
 
 
 def random_inputs(*leading, n=64, n_keys=None, d=32, dtype=torch.float32):
-    shapes = [(*leading, n, d), (*leading, n_keys or n, d), (*leading, n_keys or n, d)]
+    keys = tuple(leading) + (n_keys or n, d)
+    shapes = [tuple(leading) + (n, d), keys, keys]
     return [torch.randn(shape, device=DEVICE, dtype=dtype).requires_grad_() for shape in shapes]
 
 

@@ -28,7 +28,7 @@ IN_MODEL = [name for name, entry in ATTENTION.items() if entry.in_model]
 
 
 def random_inputs(*shape, n_keys=None):
-    keys = (*shape[:-2], n_keys or shape[-2], shape[-1])
+    keys = shape[:-2] + (n_keys or shape[-2], shape[-1])
     return [torch.randn(x, device=DEVICE) for x in (shape, keys, keys)]
 
 
@@ -45,7 +45,7 @@ def test_plain_attention_rounds_as_the_formula_in_torch(dtype):
     check_attention(plain_attention, dtype=dtype, device="cpu")
 
 
-@pytest.mark.parametrize("implementation", ["auto", *IN_MODEL])
+@pytest.mark.parametrize("implementation", ["auto"] + list(IN_MODEL))
 def test_all_compute_the_same(implementation):
     if implementation in ATTENTION and TRITON in ATTENTION[implementation].needs:
         pytest.importorskip("triton")
@@ -74,7 +74,7 @@ def test_a_new_implementation_is_one_line(monkeypatch):
     line = Implementation(lambda: negated, in_model=True)
     monkeypatch.setitem(ATTENTION, "negated", line)
     monkeypatch.setattr(
-        attention_room, "MODEL_ATTENTION", (*attention_room.MODEL_ATTENTION, "negated")
+        attention_room, "MODEL_ATTENTION", attention_room.MODEL_ATTENTION + ("negated",)
     )
     q, k, v = random_inputs(2, 9, 4)
     torch.testing.assert_close(

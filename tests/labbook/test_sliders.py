@@ -26,7 +26,7 @@ def shown(html: str) -> list[str]:
     function, _, data = script.rpartition("})\n(" if "})\n(" in script else "})(")
     figure = data.removesuffix(", document.currentScript.previousElementSibling)")
     sizes = [len(values) for _, values in json.loads(figure)["controls"]]
-    settings = json.dumps([*product(*map(range, sizes))])
+    settings = json.dumps(list(product(*map(range, sizes))))
     shows = f"{settings}.map({function}}})({figure}))"
     command = [NODE, "-e", f"console.log(encodeURIComponent(JSON.stringify({shows})))"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -334,7 +334,7 @@ def a_shard_that_another_rank_saved_is_refused(context):
     states = [None] * context.world_size
     saved = [module.state_dict() for module in (wrapped, wrapped.module)]
     saved = [{name: x.half() for name, x in state.items()} for state in saved]
-    dist.all_gather_object(states, (*saved, optimizer.state_dict()))
+    dist.all_gather_object(states, tuple(saved) + (optimizer.state_dict(),))
     of_all, of_module, of_optimizer = states[1 - context.rank]
     for module, state in ((wrapped, of_all), (wrapped.module, of_module)):
         with pytest.raises(ValueError, match=r"of shard \[\d, 2\] .* gave on this rank"):
@@ -364,7 +364,7 @@ def gradients_that_a_hook_has_taken_are_missed(context):
 
 def parts_are_not_taken_for_weights(context):
     sliced = TensorParallelSwiGLU(SwiGLU(4, 8))
-    for wrap in (*ALL.values(), partial(ShardedOptimizer, optimizer_cls=optim.SGD)):
+    for wrap in list(ALL.values()) + [partial(ShardedOptimizer, optimizer_cls=optim.SGD)]:
         with pytest.raises(ValueError, match=r"allowed: .*whole weights"):
             wrap(sliced if wrap in ALL.values() else sliced.parameters())
     wrapped = FSDP(layer())

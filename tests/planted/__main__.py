@@ -94,7 +94,7 @@ def planted(source: str, node: ast.AST, new: str) -> str:
 
 def failing(copy: Path, tests: list[str]) -> str:
     """The last line of pytest if a test fails; empty if all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"] + list(tests)
     # Byte code would outlive a bug: it is told from its source by the second and the size.
     own = {"PYTHONPATH": str(copy / "lib"), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     try:

@@ -90,7 +90,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tensor]:
         check_device(q)
         if q.dim() > 4:
             o, *sums = _forward(*_flattened(q, k, v), is_causal)
-            return [o.reshape(q.shape), *(x.reshape(*q.shape[:-1], *x.shape[3:]) for x in sums)]
+            rows = q.shape[:-1]
+            return [o.reshape(q.shape)] + [x.reshape(rows + x.shape[3:]) for x in sums]
         outputs = _forward_outputs(q, tf32)
         tuning = tuning_for(dtype, q.shape[-1], q.device, tf32)
         layouts = [layout(x) for x in (q, k, v, outputs[0])]
@@ -218,7 +219,7 @@ def _(do, q, k, *others, **_) -> int:
 def _(q, k, v, is_causal):
     check_inputs(q, k, v)
     _, *sums = _forward_outputs(q, allows_tf32(q.dtype))
-    return [_like(q), *sums]
+    return [_like(q)] + sums
 
 
 @_backward_op.register_fake
@@ -231,7 +232,7 @@ def _forward_outputs(q: Tensor, tf32: bool) -> list[Tensor]:
     rows = q.shape[:-1]
     outputs = [torch.empty_like(q), q.new_empty(rows, dtype=torch.float32)]
     if q.dtype == torch.float32 and not tf32:
-        outputs.append(q.new_empty((*rows, 1), dtype=torch.float32))
+        outputs.append(q.new_empty(rows + (1,), dtype=torch.float32))
     return outputs
 
 

@@ -45,7 +45,7 @@ def outcome(monkeypatch):
 
 
 def command(*arguments) -> int:
-    return commands.main([*map(str, arguments)])
+    return commands.main(list(map(str, arguments)))
 
 
 @pytest.mark.parametrize(("gpus", "planned"), [(0, "11_one"), (1, "12_two"), (2, "")])
@@ -94,7 +94,7 @@ def test_a_cluster_gets_the_plan_and_a_command_for_one_job_of_it(
     )
     monkeypatch.chdir(folder)
     given = ["--cluster", "slurm", "--only", "11", "12", "-p", "steps=7", "--output", "runs"]
-    monkeypatch.setattr("sys.orig_argv", ["python", "-m", "workbook", "run", *given])
+    monkeypatch.setattr("sys.orig_argv", ["python", "-m", "workbook", "run"] + list(given))
     assert command("run", *given) == 0
     assert asked[0][:4] == [sys.executable, "-m", "workbook", "run"]
     assert "--profile=cpu" in asked[0]

@@ -57,7 +57,7 @@ def entry_of(tmp_path, monkeypatch):
     (tmp_path / "notebooks" / "book.yaml").write_text("chapters: {11: Profiling, 13: Numbers}")
 
     def entry_of(*cells) -> overview.Entry:
-        notebook = v4.new_notebook(cells=[v4.new_markdown_cell(TITLE), *cells])
+        notebook = v4.new_notebook(cells=[v4.new_markdown_cell(TITLE)] + list(cells))
         nbformat.write(notebook, notebooks.folder() / f"{NAME}.ipynb")
         (entry,) = overview.read_map().values()
         return entry
@@ -128,10 +128,10 @@ def test_a_headline_is_shown_with_a_small_picture_or_without(entry_of, shown):
 
 def test_every_notebook_tells_its_question_time_and_headline():
     entries = overview.read_map()
-    numbers = {"00", *(name[:2] for name in entries)}
+    numbers = {"00"} | {name[:2] for name in entries}
     for name, entry in entries.items():
         told = (
             "?" in entry.question and len(entry.minutes) == 2 and entry.editions and entry.headline
         )
         assert told, name
-        assert {*entry.read_before} <= numbers - {name[:2]}, name
+        assert set(entry.read_before) <= numbers - {name[:2]}, name

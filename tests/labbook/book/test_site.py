@@ -113,7 +113,8 @@ def test_links_lead_somewhere(run, sphinx):
 def browser():
     """A headless one; the test is skipped where there is none."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    found = [*filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome")))]
+    names = ("chromium", "chromium-browser", "google-chrome")
+    found = [path for path in map(shutil.which, names) if path]
     if not found:
         pytest.skip("no Chromium on the PATH")
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -50,7 +50,7 @@ def notebook():
     uses = [
         new_code_cell(source) for source in ("found = Sum().total(x)", "print(found)", "print(x)")
     ]
-    return new_notebook(cells=[new_code_cell(SOLUTION, execution_count=1), check, *uses])
+    return new_notebook(cells=[new_code_cell(SOLUTION, execution_count=1), check] + list(uses))
 
 
 def test_in_a_copy_solutions_are_stubs_checkers_forget_any_cell_may_raise_and_the_rest_stays(

@@ -52,7 +52,7 @@ def test_what_fails_is_a_row_with_its_reason(tmp_path, monkeypatch, error, statu
     monkeypatch.setattr(cases, "record_report", refuse)
     tables = profile_rows(steps, "nsys", tmp_path / "x", device=CPU, keep=True)
     assert tables["kernels"] == [{"status": status, "reason": error}] == tables["ranges"]
-    assert not [*tmp_path.iterdir()]
+    assert not list(tmp_path.iterdir())
 
 
 def test_nsyss_process_records_the_measured_steps_alone(tmp_path, monkeypatch):

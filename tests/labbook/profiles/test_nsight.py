@@ -33,7 +33,7 @@ def make_export(tmp_path):
         with sqlite3.connect(path) as export:
             export.executescript(SCHEMA)
             for event in ((0, 100, "measure", None), (10, 40, "forward", None), (50, 90, None, 2)):
-                row = (*event, MAIN, 0, 59)
+                row = tuple(event) + (MAIN, 0, 59)
                 export.execute("INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             for correlation, launch, thread in [(1, 20, MAIN), (2, 60, AUTOGRAD)]:
                 row = (launch, launch + 1, thread, correlation, 3)
@@ -121,7 +121,7 @@ def test_what_is_no_export(tmp_path):
         read_export(tmp_path / "none.sqlite")
     path = tmp_path / "bad.sqlite"
     cut_off = [SAMPLE.read_bytes()[:kept] for kept in (0, 50, 5000, 390_000)]
-    for content in (*cut_off, b"kernel,calls\n" * 100):
+    for content in list(cut_off) + [b"kernel,calls\n" * 100]:
         path.write_bytes(content)
         with pytest.raises(ProfileError, match="bad"):
             read_export(path)
