@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
+from IPython import display
 
 from labbook import bench
 from labbook.book.notebooks import check_parameters
@@ -147,6 +148,10 @@ class Page:
         write_atomically(folder / f"{stem}.png", figure.png())
         write_atomically(folder / f"{stem}.svg", figure.svg())
         return figure
+
+    def here(self, text: str = "") -> None:
+        """Say what this machine's rows answer, without claims; without a text, that it has none."""
+        display.display(display.Markdown(f"**{self.card.slug}:** {text or 'not measured here.'}"))
 
     def _print(self, line: str) -> None:
         """Print what this page has not printed yet."""
