@@ -1,6 +1,7 @@
 #!/bin/sh
 # Does the workbook run with every version that pyproject.toml allows? In .bounds/ it makes three environments, of up to
-# 6 GB each, which stay for the next time, and runs in each what depends most on the versions, on the CPU:
+# 6 GB each, which stay for the next time, and runs in the newest all tests and all notebooks, in the others what depends
+# most on the versions, on the CPU:
 #   oldest  every lower bound of pyproject.toml, on the oldest Python here
 #   newest  the newest of everything that there is, pinned to nothing, with pyarrow, in which pandas then keeps text, on the newest Python here
 #   mixed   as images for GPUs have it: the oldest torch and triton, NumPy's newest, pandas 3.0 and pyarrow
@@ -31,9 +32,11 @@ try() {
     sh lib/setup.sh || TORCH=$(grep '^torch==' "$CS336_PINS" || echo torch) sh lib/setup.sh || return
     python="$CS336_VENV/bin/python"
     [ "$1" = oldest ] || "$python" -m pip install -qq -c "$CS336_PINS" pyarrow || return
-    CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 "$python" -m pytest -q -n 2 --dist loadfile --nbval --nbval-current-env \
-        tests/kernels tests/labbook/test_*.py tests/test_environment.py \
-        notebooks/1[13]_*.ipynb notebooks/2[1347]_*.ipynb
+    case $1 in
+        newest) set -- tests notebooks ;;
+        *) set -- tests/kernels tests/labbook/test_*.py tests/test_environment.py notebooks/1[13]_*.ipynb notebooks/2[1347]_*.ipynb ;;
+    esac
+    CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 "$python" -m pytest -q -n 2 --dist loadfile --nbval --nbval-current-env "$@"
 }
 
 versions() {

@@ -304,4 +304,6 @@ def test_compiled_traced_and_copied():
     wanted = model(tokens, targets)
     assert_close(compiled(tokens, targets), wanted)
     traced = make_fx(lambda *batch: model(*batch))(tokens, targets)
-    assert_close(traced(tokens, targets), wanted)
+    # From torch 2.15 on a traced detach() keeps the graph, in which `out=` is refused.
+    with torch.no_grad():
+        assert_close(traced(tokens, targets), wanted)
