@@ -65,6 +65,8 @@ WRONG = {
     "22": [
         ("my_fused_bytes", "(1 + 2 + 1)", "(1 + 3 + 1)", "goes 5 times"),
         ("my_compile_seconds", "times[0] - ", "", "less the median of the others"),
+        ("my_compile_seconds", "sorted(times[1:])[steady_calls // 2]", "sum(times[1:]) / 5", "0.40 s"),
+        ("my_compile_seconds", "sorted(times[1:])[steady_calls // 2]", "times[1]", "-0.50 s"),
     ],
     "23": [
         ("row_sums_kernel", "total += tl", "total = tl", "tiles added up"),
