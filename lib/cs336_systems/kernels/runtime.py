@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -27,55 +26,10 @@ INTERPRETER = (0, 0)  # in place of a compute capability
 current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 
-def _mend_interpreter() -> None:
-    """Let it compute with bfloat16 as a GPU does: round to nearest, and multiply numbers, not bit patterns.
-
-    And clamp NaN to a bound; in Triton 3.6 let range() take an array of one element, as NumPy had it; and in
-    3.9, where masks have to be truth values, let a condition of a scalar be one for all of a block.
-    """
-    from triton.runtime import interpreter
-
-    builder = interpreter.InterpreterBuilder
-    prepare = interpreter._patch_lang_tensor
-    cast = builder.cast_impl
-    dot = builder.create_dot
-    splat = builder.create_splat
-
-    def cast_rounding(self: Any, src: Any, dtype: Any) -> Any:
-        if (src.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
-            return cast(self, src, dtype)
-        bits = torch.tensor(src.data).bfloat16().view(torch.uint16).numpy()
-        return interpreter.TensorHandle(bits, tl.bfloat16)
-
-    def dot_of_numbers(self: Any, *operands: Any) -> Any:
-        # NumPy has no bfloat16: as unsigned integers its products would be of bit patterns.
-        def widened(x: Any) -> Any:
-            return cast(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x
-
-        return dot(self, *map(widened, operands[:2]), *operands[2:])
-
-    def clamp(self: Any, x: Any, low: Any, high: Any, _: Any) -> Any:
-        return self.ternary_op(x, low, high, lambda *of: np.fmin(np.fmax(of[0], of[1]), of[2]))
-
-    def splat_of_truth(self: Any, block_type: Any, scalar: Any) -> Any:
-        block = splat(self, block_type, scalar)
-        # A comparison's numbers are truth values, but the interpreter has given them the operands' type.
-        is_condition = scalar.data.dtype == np.bool_
-        return interpreter.TensorHandle(block.data != 0, tl.int1) if is_condition else block
-
-    def prepare_with_index(tensor: type, scope: "interpreter._LangPatchScope") -> None:
-        prepare(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda number: number.handle.data.item())
-
-    builder.cast_impl = cast_rounding
-    builder.create_dot = dot_of_numbers
-    builder.create_clampf = clamp
-    builder.create_splat = splat_of_truth
-    interpreter._patch_lang_tensor = prepare_with_index
-
-
 if INTERPRETED:
-    _mend_interpreter()
+    from cs336_systems.kernels import interpreter
+
+    interpreter.mend()
 
 
 @triton.jit

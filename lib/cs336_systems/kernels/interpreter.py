@@ -1,0 +1,169 @@
+"""Triton's interpreter, mended: where it computes otherwise than compiled code does.
+
+bfloat16: NumPy has none, and the interpreter computes with its bit patterns as integers. Here every operation
+is done in float32 and rounded once, to the nearest, as a GPU's is. Masks: of truth values a sum is an
+exclusive or, not an or. NaN: clamp, minimum and maximum drop it unless they are told to pass it on.
+tests/kernels/test_interpreter.py has the table of cases; what runs on a GPU is not touched.
+"""
+
+import numpy as np
+import triton.language as tl
+from triton._C.libtriton import interpreter as native
+from triton._C.libtriton import ir
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
+
+_cast = InterpreterBuilder.cast_impl
+_convert = InterpreterBuilder.create_fp_to_fp
+_binary = InterpreterBuilder.binary_op
+_dot = InterpreterBuilder.create_dot
+_fma = InterpreterBuilder.create_fma
+_atomic = InterpreterBuilder.create_atomic_rmw
+_sum = ReduceOps.sum
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _is_bfloat16(x: TensorHandle) -> bool:
+    return x.dtype.scalar == tl.bfloat16
+
+
+def _numbers(bits: np.ndarray) -> np.ndarray:
+    """The float32 numbers of bfloat16's bit patterns, which are their upper halves."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _bits(numbers: np.ndarray) -> np.ndarray:
+    """Numbers as bfloat16's bit patterns, rounded to the nearest, ties to even; NaN as a GPU writes it."""
+    with np.errstate(over="ignore"):
+        single = numbers.astype(np.float32)
+    bits = single.view(np.uint32)
+    is_odd = bits >> 16 & 1
+    nearest = bits + np.uint32(0x7FFF) + is_odd >> 16
+    return np.where(np.isnan(single), 0x7FFF, nearest).astype(np.uint16)
+
+
+def _wide(x: TensorHandle) -> TensorHandle:
+    """The same numbers in a type that NumPy has."""
+    return TensorHandle(_numbers(x.data), tl.float32) if _is_bfloat16(x) else x
+
+
+def _rounded(numbers: np.ndarray) -> TensorHandle:
+    return TensorHandle(_bits(numbers), tl.bfloat16)
+
+
+# Named and called as Triton's own.
+
+
+def cast_impl(self, src, dtype):
+    if src.dtype.scalar == dtype.scalar:
+        return _cast(self, src, dtype)
+    src = _wide(src)
+    return _rounded(src.data) if dtype.scalar == tl.bfloat16 else _cast(self, src, dtype)
+
+
+def create_fp_to_fp(self, src, dtype, rounding):
+    is_nearest = rounding == ir.ROUNDING_MODE.RTNE
+    if dtype.scalar == tl.bfloat16 and is_nearest:
+        return cast_impl(self, src, dtype)
+    return _convert(self, src, dtype, rounding)
+
+
+def binary_op(self, lhs, rhs, op):
+    if _is_bfloat16(lhs):
+        result = op(_wide(lhs).data, _wide(rhs).data)
+        return _truth(result) if result.dtype == np.bool_ else _rounded(result)
+    if op in (np.add, np.subtract) and lhs.data.dtype == rhs.data.dtype == np.bool_:
+        op = np.logical_xor
+    result = _binary(self, lhs, rhs, op)
+    # A comparison's result has the type of its operands, of which Triton 3.9 makes numbers again.
+    return _truth(result.data) if result.data.dtype == np.bool_ else result
+
+
+def _truth(values):
+    return TensorHandle(values, tl.int1)
+
+
+def unary_op(self, x, op):
+    result = op(_wide(x).data)
+    return _rounded(result) if _is_bfloat16(x) else TensorHandle(result, x.dtype.scalar)
+
+
+def create_fma(self, x, y, z):
+    result = _fma(self, _wide(x), _wide(y), _wide(z))
+    return _rounded(result.data) if _is_bfloat16(z) else result
+
+
+def create_dot(self, a, b, *rest):
+    return _dot(self, _wide(a), _wide(b), *rest)
+
+
+def get_bf16(self, value):
+    return _rounded(np.array([value]))
+
+
+def create_clampf(self, x, low, high, propagate):
+    is_passed_on = propagate == ir.PROPAGATE_NAN.ALL
+    larger = np.maximum if is_passed_on else np.fmax
+    smaller = np.minimum if is_passed_on else np.fmin
+
+    def clamp(x, low, high):
+        return smaller(larger(x, low), high)
+
+    return self.ternary_op(x, low, high, clamp)
+
+
+def create_minnumf(self, lhs, rhs):
+    return self.binary_op(lhs, rhs, np.fmin)
+
+
+def create_maxnumf(self, lhs, rhs):
+    return self.binary_op(lhs, rhs, np.fmax)
+
+
+def create_atomic_rmw(self, kind, ptr, val, mask, *rest):
+    if not _is_bfloat16(val):
+        return _atomic(self, kind, ptr, val, mask, *rest)
+    # A sum, all that there is of bfloat16: one after the other, since two may be for one address.
+    before = np.zeros_like(val.data)
+    nothing = np.zeros(1, np.uint16)
+    for i in np.ndindex(before.shape):
+        address = ptr.data[i].reshape(1)
+        inside = mask.data[i].reshape(1)
+        old = native.load(address, inside, nothing, np.dtype(np.uint16))
+        new = _bits(_numbers(old) + _numbers(val.data[i]))
+        native.store(address, new, inside)
+        before[i] = old[0]
+    return TensorHandle(before, tl.bfloat16)
+
+
+def reduce_sum(self, x):
+    if not _is_bfloat16(x.handle):
+        return _sum(self, x)
+    bits = x.handle.data
+    if self.axis is None:
+        bits = bits.reshape(-1, *np.ones(bits.ndim - 1, int))
+    axis = self.axis or 0
+    # Halves onto halves, as threads reduce; every sum is rounded.
+    while bits.shape[axis] > 1:
+        first, second = np.split(bits, 2, axis)
+        bits = _bits(_numbers(first) + _numbers(second))
+    if not self.keep_dims:
+        bits = bits[0].item() if self.axis is None else bits.squeeze(axis)
+    return self.to_tensor(bits, x.dtype)
+
+
+def _patch_tensor_with_index(tensor: type, scope) -> None:
+    """In Triton 3.6 range() takes an array of one element, as NumPy no longer does."""
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda number: number.handle.data.item())
+
+
+def mend() -> None:
+    """Put these in place of the interpreter's own."""
+    of_builder = [cast_impl, create_fp_to_fp, unary_op, binary_op]
+    of_builder += [create_fma, create_dot, get_bf16, create_clampf]
+    of_builder += [create_minnumf, create_maxnumf, create_atomic_rmw]
+    for function in of_builder:
+        setattr(InterpreterBuilder, function.__name__, function)
+    ReduceOps.sum = reduce_sum
+    interpreter._patch_lang_tensor = _patch_tensor_with_index
