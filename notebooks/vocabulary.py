@@ -44,7 +44,6 @@ family(  # a model's own code, a weighted sum, or a fused kernel
 family(
     "implementation wrapper",
     """
-    single          | one process              | grey
     naive           | naive                    | orange
     flat            | flat                     | sky
     overlapped      | overlapped               | green

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
-from torch.optim import SGD
+from torch.optim import SGD, AdamW, Optimizer
 
 from cs336_systems import optimizer as ours
 from cs336_systems.configs import ModelConfig
@@ -65,17 +65,26 @@ def steps_of(
     batch_size: int,
     dtype: str = "float32",
     attention: str = "plain",
+    compiled: bool = False,
+    optimizer: str = "AdamW",
 ) -> DataParallelSteps:
     """The steps of a fresh model that is wrapped, with this rank's share of the batch.
 
     wrap: a wrapper of whole modules, such as `strategies.wrapper("naive")`.
     batch_size: sequences of all ranks.
+    compiled: the model's blocks go through torch.compile.
+    optimizer: a name of OPTIMIZERS.
     """
     model = build_model(
         config, context_length, attention_implementation=attention, device=context.device
     )
+    if compiled:
+        for block in model.layers:
+            block.compile(dynamic=False)
     share = batch_size // context.world_size
-    return DataParallelSteps(wrap(model), share, context_length, dtype)
+    steps = DataParallelSteps(wrap(model), share, context_length, dtype)
+    steps.optimizer = OPTIMIZERS[optimizer](model.parameters())
+    return steps
 
 
 class ShardedSteps(DataParallelSteps):
@@ -123,7 +132,11 @@ class ShardedSteps(DataParallelSteps):
         }
 
 
-OPTIMIZERS = {"SGD": partial(SGD, lr=0.1, momentum=0.9), "AdamW": ours.AdamW}
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "SGD": partial(SGD, lr=0.1, momentum=0.9),
+    "AdamW": ours.AdamW,  # one parameter after the other
+    "fused AdamW": partial(AdamW, fused=True),  # PyTorch's: many parameters in a kernel
+}
 
 
 def training_drift(

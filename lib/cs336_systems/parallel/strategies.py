@@ -99,7 +99,6 @@ def torch_zero(parameters: Iterable[nn.Parameter], **settings: Any) -> Optimizer
 
 
 WRAPPERS: dict[str, Callable[..., nn.Module]] = {
-    "single": Single,
     "naive": NaiveDDP,
     "flat": FlatDDP,
     "overlapped": OverlappedDDP,
