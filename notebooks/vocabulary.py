@@ -38,7 +38,6 @@ family(  # a model's own code, a weighted sum, or a fused kernel
     liger           | Liger-Kernel             | wine
     liger_cute      | Liger-Kernel, CuTe
     triton          | Triton                   | green
-    triton_descriptor | Triton, descriptor     | sky
     """,
 )
 family(
