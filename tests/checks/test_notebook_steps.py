@@ -54,9 +54,9 @@ WRONG = {
         ("segments", "(0, len(blocks), k)", "(0, len(blocks) - k + 1, k)", "no block is lost"),
         ("halves", "len(blocks) <= 1", "len(blocks) <= 2", "is a tuple, too"),
         ("peak_of", "in_front += b if segment else i + b", "in_front += i + b", "holds its input"),
-        ("place", "blocks), count - 1)", "blocks), count)", "add up"),
-        ("place", "return min(", "return max(", "is possible"),
-        ("run", "else part(x)", "else x + part(x)", "what the last one made"),
+        ("segments", "return tuple(", "return list(", "a segment, too"),
+        ("run", "x = part(x)", "x = x + part(x)", "what the last one made"),
+        ("run", "checkpoint.checkpoint(run, part, x, ", "checkpoint.checkpoint(run, part[:1], x, ", "made"),
     ],
     "21": [
         ("my_softmax", "scores.detach().amax(-1, keepdim=True)", "0", "maximum"),
@@ -236,7 +236,7 @@ def test_a_wrong_answer_is_named(number, name, piece, instead, message):
 FUNCTIONS = [
     ("11", "time_steps"), ("11", "forward_flops"), ("12", "kernels_of"), ("13", "spacing"), ("13", "replay"),
     ("15", "kept_by_block"), ("15", "peak_of_step"), ("15", "peak_of_trace"), ("15", "saved_bytes"),
-    ("16", "segments"), ("16", "halves"), ("16", "peak_of"), ("16", "run"), ("16", "place"), ("37", "fill"),
+    ("16", "segments"), ("16", "halves"), ("16", "peak_of"), ("16", "run"), ("37", "fill"),
     ("61", "most_saved"), ("61", "flops_per_byte"), ("61", "feed_forward_backward"),
 ]  # fmt: skip
 OF_TENSORS = [("14", "layer_norm"), ("21", "my_softmax"), ("21", "my_attention"), ("25", "delta")]
