@@ -20,9 +20,14 @@ from labbook.project import project
 WRONG = {
     "11": [
         ("forward_flops", "6 * tokens", "4 * tokens", "SwiGLU has three matrices"),
+        ("forward_flops", "d * size.d_ff", "d * (3 * d)", "SwiGLU has three matrices"),
         ("forward_flops", " * context_length * d\n", " * d\n", "the square of T"),
-        ("run_pass", "    net.zero_grad()\n", "", "do they pile up"),
+        ("run_pass", "    net.zero_grad()\n", "", "pile up"),
+        ("run_pass", "    if pass_ == ", "    net.zero_grad()\n    if pass_ == ", "gradients"),
         ("run_pass", "with torch.no_grad():", "if True:", "under torch.no_grad"),
+        ("run_pass", "    loss = ", "    net(tokens)\n    loss = ", "once, and for inference"),
+        ("run_pass", "    return loss\n", "    return loss.item()\n", "`.item()` waits"),
+        ("run_pass", '"train_step"', '"forward_backward"', "step only in train_step"),
         ("launch_ms", "(1 - places / kernels) * gpu_ms", "gpu_ms", "all but 1,024"),
         ("time_steps", "times[warmup_steps:]", "times", "uncounted"),
         ("time_steps", "        wait()\n        times", "        times", "is the step over"),
@@ -41,6 +46,12 @@ WRONG = {
     "14": [
         ("mixed_step", "    loss.backward()", "        loss.backward()", "end the `with` before it"),
         ("running_mean", "zeros_like(x[..., :1])", "zeros_like(x[..., :1]).float()", "wanted: (2, 1)"),
+        (
+            "running_mean",
+            "+= x[..., place : place + 1]\n    return total / x.shape[-1]",
+            "+= x[..., place : place + 1] / x.shape[-1]\n    return total",
+            "divided first",
+        ),
         ("layer_norm", "x = x.to(dtype)\n", "x = x.clone()\n", "torch.float64; wanted"),
     ],
     "15": [
