@@ -107,7 +107,7 @@ WRONG = {
         ("cold_times", "            x.grad = None", "            pass", "in every repetition"),
         ("cold_times", "if repetition >= warmup", "if True", "warm-up is not counted"),
         ("host_bound", "[::-1].cummax()[::-1]", "", "what is shorter"),
-        ("rows_and_registers", 'keys if kernel == "dkdv" else queries', "queries", "a row is a key"),
+        ("rows_and_registers", 'min(queries, keys) if kernel == "dkdv" else queries', "queries", "or a key"),
     ],
     "27": [
         ("ladder_kernel", "masked = tile * ROWS // KEYS * KEYS", "masked = 0", "where does `masked` end"),
