@@ -26,6 +26,8 @@ family(
     flash_compiled  | Flash (compiled backward)| wine
     flash_triton    | Flash (ours)             | green
     flash_cute      | FlashAttention, CuTe DSL
+    yours           | yours
+    yours_one_pass  | yours, one pass
     """,
 )
 family(  # a model's own code, a weighted sum, or a fused kernel

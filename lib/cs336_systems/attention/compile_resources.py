@@ -59,7 +59,7 @@ def compile_tiles(work: Sequence[Job]) -> list[dict[str, Any]]:
     """Compile the shipped tiles of each (kernel, dtype, d_head, capability), on all cores.
 
     Returns:
-        A row of table kernel_resources for each tile, in the order of the work: registers and spilled_bytes
+        A row for each tile, in the order of the work: registers and spilled_bytes
         of a thread, shared_bytes of a block, the most of all forms, what the chip has, and the version of
         the assembler, on which all this depends. None where the kernel does not run.
 

@@ -53,6 +53,36 @@ def visit_keys(q, k, v, visible, m, total, acc, scale_log2):
 
 
 @triton.jit
+def attend(
+    q,
+    k_ptr,
+    v_ptr,
+    rows,
+    n_keys,
+    scale_log2,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """O and L of a tile of queries, from all tiles of keys that they see."""
+    m = tl.full(rows.shape, -float("inf"), tl.float32)
+    total = tl.zeros(rows.shape, tl.float32)
+    acc = tl.zeros(q.shape, tl.float32)
+    # Under a causal mask no row of this tile sees a key behind its last row.
+    end = min(n_keys, tl.max(rows, 0) + 1) if CAUSAL else n_keys
+    for start in range(0, end, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        k = load_tile(k_ptr, keys, n_keys, D, COLUMNS)
+        v = load_tile(v_ptr, keys, n_keys, D, COLUMNS)
+        visible = is_visible(rows, keys, n_keys, CAUSAL)
+        m, total, acc = visit_keys(q, k, v, visible, m, total, acc, scale_log2)
+    # ln 2: from powers of two to a natural logarithm
+    lse = (m + tl.log2(total)) * 0.6931471805599453
+    return acc / total[:, None], lse
+
+
+@triton.jit
 def forward_kernel(
     q_ptr,
     k_ptr,
@@ -69,27 +99,14 @@ def forward_kernel(
     CAUSAL: tl.constexpr,
 ):
     """O and L of one tile of queries of one sequence."""
-    tile = tl.program_id(0)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     sequence = tl.program_id(1)
-    rows = tile * ROWS + tl.arange(0, ROWS)
     first_query = sequence * n_queries
-    first_key = sequence * n_keys
+    k_ptr += sequence * n_keys * D
+    v_ptr += sequence * n_keys * D
     q = load_tile(q_ptr + first_query * D, rows, n_queries, D, COLUMNS)
-    m = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    # Under a causal mask no row of this tile sees a key behind its last row.
-    end = min(n_keys, (tile + 1) * ROWS) if CAUSAL else n_keys
-    for start in range(0, end, KEYS):
-        keys = start + tl.arange(0, KEYS)
-        k = load_tile(k_ptr + first_key * D, keys, n_keys, D, COLUMNS)
-        v = load_tile(v_ptr + first_key * D, keys, n_keys, D, COLUMNS)
-        visible = is_visible(rows, keys, n_keys, CAUSAL)
-        m, total, acc = visit_keys(q, k, v, visible, m, total, acc, scale_log2)
-    o = (acc / total[:, None]).to(q.dtype)
-    store_tile(o_ptr + first_query * D, o, rows, n_queries, D, COLUMNS)
-    # ln 2: from powers of two to a natural logarithm
-    lse = (m + tl.log2(total)) * 0.6931471805599453
+    o, lse = attend(q, k_ptr, v_ptr, rows, n_keys, scale_log2, D, COLUMNS, KEYS, CAUSAL)
+    store_tile(o_ptr + first_query * D, o.to(q.dtype), rows, n_queries, D, COLUMNS)
     tl.store(lse_ptr + first_query + rows, lse, mask=rows < n_queries)
 
 
@@ -126,6 +143,49 @@ def tile_gradients(q, k, v, do, lse, delta, visible, scale):
 
 
 @triton.jit
+def load_queries(
+    q_ptr, do_ptr, lse_ptr, delta_ptr, rows, n_queries, D: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """q, dO, L and D of some queries of one sequence."""
+    q = load_tile(q_ptr, rows, n_queries, D, COLUMNS)
+    do = load_tile(do_ptr, rows, n_queries, D, COLUMNS)
+    # P = e^(S - L) of a row that is not there is 0.
+    lse = tl.load(lse_ptr + rows, mask=rows < n_queries, other=float("inf"))
+    delta = tl.load(delta_ptr + rows, mask=rows < n_queries, other=0.0)
+    return q, do, lse, delta
+
+
+@triton.jit
+def sum_over_keys(
+    q,
+    do,
+    lse,
+    delta,
+    k_ptr,
+    v_ptr,
+    rows,
+    n_keys,
+    scale,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """dQ of a tile of queries, from all tiles of keys that they see."""
+    dq = tl.zeros(q.shape, tl.float32)
+    # Under a causal mask no row of this tile sees a key behind its last row.
+    end = min(n_keys, tl.max(rows, 0) + 1) if CAUSAL else n_keys
+    for start in range(0, end, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        k = load_tile(k_ptr, keys, n_keys, D, COLUMNS)
+        v = load_tile(v_ptr, keys, n_keys, D, COLUMNS)
+        visible = is_visible(rows, keys, n_keys, CAUSAL)
+        _, ds = tile_gradients(q, k, v, do, lse, delta, visible, scale)
+        dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
+    return dq * scale
+
+
+@triton.jit
 def dq_kernel(
     q_ptr,
     k_ptr,
@@ -144,28 +204,59 @@ def dq_kernel(
     CAUSAL: tl.constexpr,
 ):
     """dQ of one tile of queries of one sequence."""
-    tile = tl.program_id(0)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     sequence = tl.program_id(1)
-    rows = tile * ROWS + tl.arange(0, ROWS)
-    first_query = sequence * n_queries
-    first_key = sequence * n_keys
-    q = load_tile(q_ptr + first_query * D, rows, n_queries, D, COLUMNS)
-    do = load_tile(do_ptr + first_query * D, rows, n_queries, D, COLUMNS)
-    # P = e^(S - L) of a row that is not there is 0.
-    lse = tl.load(lse_ptr + first_query + rows, mask=rows < n_queries, other=float("inf"))
-    delta = tl.load(delta_ptr + first_query + rows, mask=rows < n_queries, other=0.0)
-    dq = tl.zeros([ROWS, COLUMNS], tl.float32)
-    # Under a causal mask no row of this tile sees a key behind its last row.
-    end = min(n_keys, (tile + 1) * ROWS) if CAUSAL else n_keys
-    for start in range(0, end, KEYS):
-        keys = start + tl.arange(0, KEYS)
-        k = load_tile(k_ptr + first_key * D, keys, n_keys, D, COLUMNS)
-        v = load_tile(v_ptr + first_key * D, keys, n_keys, D, COLUMNS)
+    first = sequence * n_queries
+    q, do, lse, delta = load_queries(
+        q_ptr + first * D,
+        do_ptr + first * D,
+        lse_ptr + first,
+        delta_ptr + first,
+        rows,
+        n_queries,
+        D,
+        COLUMNS,
+    )
+    k_ptr += sequence * n_keys * D
+    v_ptr += sequence * n_keys * D
+    dq = sum_over_keys(
+        q, do, lse, delta, k_ptr, v_ptr, rows, n_keys, scale, D, COLUMNS, KEYS, CAUSAL
+    )
+    store_tile(dq_ptr + first * D, dq.to(q.dtype), rows, n_queries, D, COLUMNS)
+
+
+@triton.jit
+def sum_over_queries(
+    k,
+    v,
+    q_ptr,
+    do_ptr,
+    lse_ptr,
+    delta_ptr,
+    keys,
+    n_queries,
+    n_keys,
+    scale,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """dK and dV of a tile of keys, from all tiles of queries that see them."""
+    dk = tl.zeros(k.shape, tl.float32)
+    dv = tl.zeros(v.shape, tl.float32)
+    # Under a causal mask the rows before the tile's first key see none of its keys.
+    begin = tl.min(keys, 0) if CAUSAL else 0
+    for start in range(begin, n_queries, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        q, do, lse, delta = load_queries(
+            q_ptr, do_ptr, lse_ptr, delta_ptr, rows, n_queries, D, COLUMNS
+        )
         visible = is_visible(rows, keys, n_keys, CAUSAL)
-        _, ds = tile_gradients(q, k, v, do, lse, delta, visible, scale)
-        dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
-    dq = (dq * scale).to(q.dtype)
-    store_tile(dq_ptr + first_query * D, dq, rows, n_queries, D, COLUMNS)
+        p, ds = tile_gradients(q, k, v, do, lse, delta, visible, scale)
+        dv += tl.dot(p.to(do.dtype).T, do, input_precision="ieee")
+        dk += tl.dot(ds.to(q.dtype).T, q, input_precision="ieee")
+    return dk * scale, dv
 
 
 @triton.jit
@@ -188,32 +279,30 @@ def dkdv_kernel(
     CAUSAL: tl.constexpr,
 ):
     """dK and dV of one tile of keys of one sequence."""
-    tile = tl.program_id(0)
+    keys = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     sequence = tl.program_id(1)
-    keys = tile * KEYS + tl.arange(0, KEYS)
     first_query = sequence * n_queries
     first_key = sequence * n_keys
     k = load_tile(k_ptr + first_key * D, keys, n_keys, D, COLUMNS)
     v = load_tile(v_ptr + first_key * D, keys, n_keys, D, COLUMNS)
-    dk = tl.zeros([KEYS, COLUMNS], tl.float32)
-    dv = tl.zeros([KEYS, COLUMNS], tl.float32)
-    # Under a causal mask the rows before the tile's first key see none of its keys.
-    begin = tile * KEYS // ROWS * ROWS if CAUSAL else 0
-    for start in range(begin, n_queries, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        q = load_tile(q_ptr + first_query * D, rows, n_queries, D, COLUMNS)
-        do = load_tile(do_ptr + first_query * D, rows, n_queries, D, COLUMNS)
-        # P = e^(S - L) of a row that is not there is 0.
-        lse = tl.load(lse_ptr + first_query + rows, mask=rows < n_queries, other=float("inf"))
-        delta = tl.load(delta_ptr + first_query + rows, mask=rows < n_queries, other=0.0)
-        visible = is_visible(rows, keys, n_keys, CAUSAL)
-        p, ds = tile_gradients(q, k, v, do, lse, delta, visible, scale)
-        dv += tl.dot(p.to(do.dtype).T, do, input_precision="ieee")
-        dk += tl.dot(ds.to(q.dtype).T, q, input_precision="ieee")
-    dk = (dk * scale).to(k.dtype)
-    dv = dv.to(v.dtype)
-    store_tile(dk_ptr + first_key * D, dk, keys, n_keys, D, COLUMNS)
-    store_tile(dv_ptr + first_key * D, dv, keys, n_keys, D, COLUMNS)
+    dk, dv = sum_over_queries(
+        k,
+        v,
+        q_ptr + first_query * D,
+        do_ptr + first_query * D,
+        lse_ptr + first_query,
+        delta_ptr + first_query,
+        keys,
+        n_queries,
+        n_keys,
+        scale,
+        D,
+        COLUMNS,
+        ROWS,
+        CAUSAL,
+    )
+    store_tile(dk_ptr + first_key * D, dk.to(k.dtype), keys, n_keys, D, COLUMNS)
+    store_tile(dv_ptr + first_key * D, dv.to(v.dtype), keys, n_keys, D, COLUMNS)
 
 
 def launch_backward(kernel, do, q, k, v, o, lse, is_causal, outputs, tile=(32, 32), **options):
