@@ -20,7 +20,7 @@ _NAMES = {  # by their module, which is imported when one is used
     "sliders": "Sliders",
     "tables": "pivot row_lines show",
     "timing": "MIB Timing clock_ms matmul_precision release_memory resolve_device run_or_out_of_memory "
-    "time_cold_cache time_compiled time_steps",
+    "time_cold_cache time_compiled time_steps wait_for",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = list(_MODULE_OF)

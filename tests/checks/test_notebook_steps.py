@@ -56,7 +56,7 @@ WRONG = {
     ],
     "15": [
         ("kept_by_block", "2 * B * H * T**2", "B * H * T**2", "exponentials, weights"),
-        ("peak_of_step", "return max(", "return min(", "which of the two moments"),
+        ("peak_of_step", "return max(", "return min(", "which of the two is larger"),
         ("snapshot_of", "    finally:\n", "    except MemoryError:\n", "put it under `finally`"),
         ("peak_of_trace", '"free_requested"', '"free_completed": -1, "free_requested"', "counts once"),
         ("saved_bytes", "(*module.parameters(), *module.buffers())", "module.buffers()", "no activation"),

@@ -279,11 +279,11 @@ def timeline_rows(held: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def timeline_of_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """The timeline that `timeline_rows` made these rows of; they must be of one recording."""
+    """The timeline that `timeline_rows` made these rows of, by point; they must be of one recording."""
     rows = rows.assign(stage=rows["stage"].fillna(""))
     held = rows.pivot(index=["point", "at_ms", "stage"], columns="category", values="size_mib")
     held = held.reindex(columns=CATEGORIES).ffill().fillna(0.0).rename_axis(columns=None)
-    return held.reset_index().drop(columns="point")
+    return held.reset_index().set_index("point").rename_axis(None)
 
 
 def stage_peaks(history: MemoryHistory) -> pd.DataFrame:

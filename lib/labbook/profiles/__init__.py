@@ -2,7 +2,7 @@
 
 import os
 
-from labbook.profiles.cases import profile_rows
+from labbook.profiles.cases import profile_cases
 from labbook.profiles.gathers import gather_times
 from labbook.profiles.lanes import (
     exposed,

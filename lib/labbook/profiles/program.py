@@ -1,16 +1,42 @@
-"""What Nsight Systems' own process runs: python -m labbook.profiles.program FILE, a pickled program."""
+"""What Nsight Systems runs: python -m labbook.profiles.program FILE, a pickled program and its cases."""
 
+import json
 import pickle
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from labbook.timing import release_memory, run_or_out_of_memory
+
 
 def main(path: str) -> None:
-    """Warm up; then say when the measured steps begin and end, between which nsys records."""
-    measured = pickle.loads(Path(path).read_bytes())()
+    """Run each case in a range of its own, out of memory or not; leave in FILE.json why it could not, or "".
+
+    One process for all: it takes longer to start than most cases take. nsys records from the first to the
+    last; what warms up is in no range.
+    """
+    program, cases = pickle.loads(Path(path).read_bytes())
+    reasons = []
     with torch.cuda.profiler.profile():
+        for number, case in enumerate(cases):
+            run = partial(_run, program, case, range_of(number))
+            _, reason = run_or_out_of_memory(run, case.device)
+            release_memory(case.device)
+            reasons.append(reason)
+    Path(f"{path}.json").write_text(json.dumps(reasons))
+
+
+def range_of(number: int) -> str:
+    """The name of a case's range."""
+    return f"case {number}"
+
+
+def _run(program: Any, case: Any, name: str) -> None:
+    measured = program(case)
+    with torch.cuda.nvtx.range(name):
         measured()
 
 

@@ -7,6 +7,7 @@ when the kernel runs: by then the host is often several ranges ahead.
 
 import re
 from collections import defaultdict
+from copy import copy
 from typing import Any
 
 import pandas as pd
@@ -225,6 +226,22 @@ def _range_row(opened: Any, kernels: pd.DataFrame) -> dict[str, Any]:
         "device_busy_ms": covered(own).eval("end_ms - start_ms").sum(),
         "calls": len(own),
     }
+
+
+def within(profile: Profile, name: str) -> Profile:
+    """What was launched while a range was open, and the ranges and calls that began in it.
+
+    Raises ProfileError: no range of that name was recorded.
+    """
+    opened = profile.ranges[profile.ranges.name == name]
+    if opened.empty:
+        raise ProfileError(f"the profile has no range {name!r}")
+    start_ns, end_ns = opened.start_ns.min(), opened.end_ns.max()
+    part = copy(profile)
+    part.ranges = profile.ranges[profile.ranges.start_ns.between(start_ns, end_ns)]
+    part.calls = profile.calls[profile.calls.start_ns.between(start_ns, end_ns)]
+    part.kernels = profile.kernels[profile.kernels.launch_ns.between(start_ns, end_ns)]
+    return part
 
 
 Frames = tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]

@@ -1,41 +1,73 @@
-"""A case under a profiler: rows of two tables, or a row in each that says why not."""
+"""Cases under a profiler: rows of two tables, or a row in each that says why not."""
+
+import json
+import pickle
+from contextlib import contextmanager
+from pathlib import Path
 
 import cloudpickle
 import pytest
 import torch
 from torch.profiler import record_function
 
-from labbook.profiles import ProfileError, cases, profile_rows, program
+from labbook.bench import grid
+from labbook.profiles import ProfileError, cases, profile_cases, program, read_export
+from labbook.profiles.table import within
 
-CPU = torch.device("cpu")
+SAMPLE = Path(__file__).parent / "data" / "sample.sqlite"
 
 
-def steps():
+def steps(case):
     """A program: warms up, and returns one measured step."""
-    x = torch.ones(64, 64) @ torch.ones(64, 64)
+    if case.context_length > 1000:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+    x = torch.ones(case.context_length, 64) @ torch.ones(64, 64)
 
     def measured():
         with record_function("measure"), record_function("forward"):
-            (x @ x).exp()
+            x.exp()
 
     return measured
 
 
+def tables_of(source, folder, *context_length, keep=False):
+    """The tables of some cases; those of more than 5,000 tokens are not tried."""
+    chosen = grid(context_length=list(context_length), dtype="float32")
+    for case in chosen:
+        case.device = torch.device("cpu")
+    found = profile_cases(
+        steps,
+        chosen,
+        source,
+        folder / "x",
+        keep=lambda case: keep and case.context_length == 32,
+        skip=lambda case: "too large" if case.context_length > 5000 else "",
+    )
+    return list(found)
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_torch_profilers_rows_and_one_step_kept(tmp_path, keep):
-    tables = profile_rows(steps, "torch", tmp_path / "small-32", device=CPU, keep=keep)
+    tables, _ = tables_of("torch", tmp_path, 32, 64, keep=keep)
     assert {row["range"] for row in tables["ranges"]} == {"measure", "measure/forward"}
-    assert {"aten::mm", "aten::exp"} <= {row["kernel"] for row in tables["kernels"]}
-    assert [path.name for path in tmp_path.iterdir()] == ["small-32.json.gz"] * keep
+    assert {row["kernel"] for row in tables["kernels"]} == {"aten::exp"}
+    assert tables["kernels"][0].items() >= {"context_length": 32, "profiler": "torch cpu"}.items()
+    assert [path.name for path in tmp_path.iterdir()] == ["x-32-float32.json.gz"] * keep
 
 
-def test_a_case_that_cannot_run_is_not_started(tmp_path):
-    tables = profile_rows(None, "torch", tmp_path / "x", device=CPU, keep=True, skip="too large")
-    assert tables["kernels"] == [{"status": "skipped", "reason": "too large"}] == tables["ranges"]
+@pytest.mark.parametrize("source", ["torch", "nsys"])
+def test_a_case_that_cannot_run_is_not_started(tmp_path, source):
+    (tables,) = tables_of(source, tmp_path, 9999)
+    (row,) = tables["kernels"]
+    assert (
+        row.items() >= {"status": "skipped", "reason": "too large", "context_length": 9999}.items()
+    )
 
 
-def out_of_memory():
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+def test_the_cases_after_one_out_of_memory_still_run(tmp_path):
+    first, second = tables_of("torch", tmp_path, 2000, 64)
+    assert first["ranges"][0]["status"] == "oom"
+    assert len(second["ranges"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -43,37 +75,68 @@ def out_of_memory():
     [("it failed under nsys: OutOfMemoryError: CUDA out of memory", "oom"), ("no step", "error")],
 )
 def test_what_fails_is_a_row_with_its_reason(tmp_path, monkeypatch, error, status):
-    tables = profile_rows(out_of_memory, "torch", tmp_path / "x", device=CPU, keep=True)
-    assert tables["ranges"][0]["status"] == "oom"
-
     def refuse(command, stem):
         raise ProfileError(error)
 
     monkeypatch.setattr(cases, "record_report", refuse)
-    tables = profile_rows(steps, "nsys", tmp_path / "x", device=CPU, keep=True)
-    assert tables["kernels"] == [{"status": status, "reason": error}] == tables["ranges"]
+    for tables in tables_of("nsys", tmp_path, 32, 64):
+        (row,) = tables["kernels"]
+        assert (row["status"], row["reason"]) == (status, error)
     assert not list(tmp_path.iterdir())
 
 
-def test_nsyss_process_records_the_measured_steps_alone(tmp_path, monkeypatch):
-    log = tmp_path / "log"
+def test_one_process_of_nsys_has_the_rows_of_each_case(tmp_path, monkeypatch):
+    """A real export in which a warm-up stands for one case, and a measured step for another."""
 
-    def write(word):
-        with open(log, "a") as file:
-            print(word, file=file)
+    def record(command, stem):
+        _, recorded = pickle.loads(Path(command[-1]).read_bytes())
+        assert [case.context_length for case in recorded] == [32, 64, 2000]
+        Path(f"{command[-1]}.json").write_text(json.dumps(["", "", "CUDA out of memory"]))
+        return SAMPLE
 
-    def warm_up():
-        write("warm-up")
-        return lambda: write("measured")
+    def read(path):
+        profile = read_export(path)
+        measured = profile.ranges.index[profile.ranges.name == "measure"]
+        for number, place in enumerate(measured[:2]):
+            opened = profile.ranges.loc[[place]].assign(name=f"case {number}")
+            profile.ranges.loc[len(profile.ranges)] = opened.iloc[0]
+        return profile
 
-    class Recording:
-        def __enter__(self):
-            write("start")
+    monkeypatch.setattr(cases, "record_report", record)
+    monkeypatch.setattr(cases, "read_export", read)
+    *measured, failed = tables_of("nsys", tmp_path, 32, 64, 2000)
+    for tables in measured:
+        calls = {row["range"]: row["calls"] for row in tables["ranges"]}
+        assert calls["measure/forward"] == 40
+        assert calls["measure/backward"] == 76, "75 kernels, and a memset"
+    assert measured[0]["ranges"][0]["profiler"] == "nsys"
+    assert failed["kernels"][0]["reason"] == "CUDA out of memory"
+    assert not list(tmp_path.iterdir())
 
-        def __exit__(self, *exception):
-            write("stop")
 
-    monkeypatch.setattr(torch.cuda.profiler, "profile", Recording)
-    (tmp_path / "program").write_bytes(cloudpickle.dumps(warm_up))
-    program.main(str(tmp_path / "program"))
-    assert log.read_text().split() == ["warm-up", "start", "measured", "stop"]
+def test_a_part_of_a_profile_has_a_range():
+    with pytest.raises(ProfileError, match="no range 'case 7'"):
+        within(read_export(SAMPLE), "case 7")
+
+
+def test_nsyss_process_runs_every_case_in_a_range_of_its_own(tmp_path, monkeypatch):
+    log = []
+
+    @contextmanager
+    def noted(name="recording"):
+        log.append(f"{name} begins")
+        yield
+        log.append(f"{name} ends")
+
+    monkeypatch.setattr(torch.cuda.profiler, "profile", noted)
+    monkeypatch.setattr(torch.cuda.nvtx, "range", noted)
+    chosen = grid(context_length=[2000, 32])
+    for case in chosen:
+        case.device = torch.device("cpu")
+    path = tmp_path / "program"
+    path.write_bytes(cloudpickle.dumps((steps, chosen)))
+    program.main(str(path))
+    assert log == ["recording begins", "case 1 begins", "case 1 ends", "recording ends"]
+    first, second = json.loads((tmp_path / "program.json").read_text())
+    assert "out of memory" in first
+    assert not second
