@@ -137,17 +137,21 @@ WRONG = {
     ],
     "35": [
         ("ShortOverlap", ".pop().wait()", ".pop()", "Keep every handle"),
+        ("ShortOverlap", "parameter.grad /=", "[h.wait() for h in self.handles]; parameter.grad /=",
+         "waits for 3 of 4"),
         ("OrderedOverlap", "while len(self.handles) < len(self.order) and", "if", "messages leave only in"),
+        ("OrderedOverlap", "self.ready.add(parameter)\n", "return super().on_gradient(parameter)\n",
+         "in one order on every"),
     ],
     "36": [
         ("most_gain_ms", "sent_ms - last_ms", "sent_ms", "C - c"),
-        ("hiding_tokens", "2 * (devices - 1) / devices", "2 / devices", "2(N - 1)/N"),
         ("union", "max(end, found[-1][1])", "end", "max of the two ends"),
         ("exposed_ms", "[*computing, *communicating]", "communicating", "from 10 to 12"),
-        ("exposed_ms", ", union(computing)", ", computing", "union(computing)"),
+        ("exposed_ms", "= union(computing)", "= computing", "union(computing)"),
     ],
     "37": [
         ("fill", "reversed(range(len(sizes)))", "range(len(sizes))", "from the last"),
+        ("MyBuckets", "buffer.div_(", "[h.wait() for h in self.handles]; buffer.div_(", "waits for 1 of 2"),
         ("MyBuckets", "buffer.div_(dist.get_world_size())", "pass", "is the sum over the ranks"),
     ],
     "38": [

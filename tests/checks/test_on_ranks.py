@@ -36,6 +36,18 @@ DDP = {
     "'first.weight' has changed before": ("all_reduce(parameter.grad", "all_reduce(parameter.data.div_(4)"),
     "rank 0, 1: backward waits for each message. .* async_op=True":
         (f"self.handles.append({SEND})", "dist.all_reduce(parameter.grad)"),
+    "rank 0, 1: backward waits for 4 of 4 messages.* not in a hook":
+        (f"self.handles.append({SEND})", f"{SEND}.wait()"),
+    "rank 0, 1: backward waits for 3 of 4":
+        (DIVIDE, lines(DIVIDE, "if self.handles: self.handles[-1].wait()")),
+    "rank 0, 1: all messages leave with the last":
+        (DIVIDE, lines("self.held = [*getattr(self, 'held', []), parameter]",
+         "if parameter is not self.module.first.weight: return"),
+         f"self.handles.append({SEND})",
+         lines("for p in self.held: p.grad /= dist.get_world_size()",
+         "self.handles += [dist.all_reduce(p.grad, async_op=True) for p in self.held]", "self.held.clear()")),
+    "rank 0, 1: no message was seen":
+        (f"self.handles.append({SEND})", "dist.group.WORLD.allreduce([parameter.grad]).wait()"),
     "'first.weight' is still this rank's own. Average it":
         (DIVIDE, "pass", "all_reduce(parameter.grad", "all_reduce(parameter.grad.clone()"),
     "'rarely.weight' is still this rank's own":

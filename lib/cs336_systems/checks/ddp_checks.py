@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cs336_systems.checks.exercise import Property
-from cs336_systems.checks.on_ranks import Findings, checker, close, observed, unlike
+from cs336_systems.checks.on_ranks import Findings, checker, close, from_all, observed, unlike
 from cs336_systems.model import Embedding, Linear, RMSNorm
+from cs336_systems.traffic import Message
 
 VOCABULARY = 24
 Wrap = Callable[..., nn.Module]
@@ -35,7 +36,7 @@ def check_ddp(
     Args:
         thorough: also ask for what the assignment does not: parameters unused on some ranks or on all,
             several backward passes before a step, accumulation under `no_sync()`, float16, users' hooks.
-        some_unused: of these only parameters that rank 0 alone uses.
+        some_unused: of these only parameters that rank 0 alone uses, and one order of messages.
         overlapped: also ask that messages leave during backward, which waits for none.
     """
     hint = "Broadcast every parameter and buffer from rank 0 in __init__."
@@ -57,6 +58,7 @@ def check_ddp(
         yield from follow(wrap, how, **in_turn)
         yield from unusual(wrap)
     elif some_unused:
+        yield from _in_one_order(wrap)
         how = "parameters that only rank 0 uses"
         yield from follow(wrap, how, options=lambda rank, *_: {"rarely": rank == 0})
 
@@ -175,20 +177,74 @@ def wrong_kinds(wrapped: nn.Module, trained: Sequence[str]) -> Iterator[str]:
 
 
 def _overlaps(wrap: Wrap) -> Findings:
-    wrapped = wrap(Toy(seed=0))
-    with observed() as sent:
-        loss_of(wrapped, dist.get_rank()).backward()
-        early = list(sent)
+    module = Toy(seed=0)
+    wrapped = wrap(module)
+    made: list[Tensor] = []
+    # Of each message, how many gradients had been made before the one whose hook sends it.
+    ahead: list[int] = []
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            # It is called after the wrapper's own hook.
+            parameter.register_post_accumulate_grad_hook(made.append)
+
+    def note(message: Message) -> None:
+        # Gradients, not flags or an order of what is unused.
+        if message.dtype.is_floating_point:
+            ahead.append(len(made))
+
+    with observed(note):
+        with observed() as early:
+            loss_of(wrapped, dist.get_rank()).backward()
+        on_the_way = len(ahead)
+        waits = sum(message.waits > 0 for message in early)
         wrapped.finish_gradient_synchronization()
-    # Gradients, not flags or an order of what is unused.
-    late = [message for message in sent[len(early) :] if message.dtype.is_floating_point]
+    if not ahead:
+        yield "no message was seen. Send gradients with dist.all_reduce(..., async_op=True)."
     if not all(message.is_async for message in early):
         yield "backward waits for each message. Send with async_op=True, and wait() at the end."
-    if late:
-        count = f"{len(late)} of {len(early) + len(late)} messages"
+    if waits:
+        at_the_end = "wait() in finish_gradient_synchronization(), not in a hook"
+        yield f"backward waits for {waits} of {len(early)} messages. Keep each handle, and {at_the_end}."
+    if on_the_way < len(ahead):
+        count = f"{len(ahead) - on_the_way} of {len(ahead)} messages"
         over = "leave only in finish_gradient_synchronization(), when backward is over"
         yield f"{count} {over}. Send, while backward goes on, all that may leave."
+    if ahead[0] == len(made) - 1:
+        yield "all messages leave with the last gradient. Send each as soon as it may leave."
     yield Property("messages leave during backward, which waits for none")
+
+
+class _Chain(nn.Module):
+    """Three weights of one shape, so that Gloo would add any to any; only rank 0 uses the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:: 2 if dist.get_rank() else 1]:
+            x = layer(x)
+        return x
+
+
+def _in_one_order(wrap: Wrap) -> Findings:
+    wrapped = wrap(_Chain())
+    names: list[str] = []
+
+    def note(message: Message) -> None:
+        for name, parameter in wrapped.module.named_parameters():
+            if parameter.grad is not None and parameter.grad.data_ptr() == message.address:
+                names.append(name)
+
+    with observed(note):
+        wrapped(torch.ones(1, 4)).sum().backward()
+        wrapped.finish_gradient_synchronization()
+    orders = from_all(names)
+    if orders[-1] != orders[0]:
+        first, last = (", ".join(order) or "nothing" for order in (orders[0], orders[-1]))
+        sent = f"rank 0 sends {first}; the last rank {last}"
+        yield f"{sent}. Send in one order on every rank, also what a rank did not use."
+    yield Property("all ranks send the same gradients in the same order")
 
 
 def follow(

@@ -26,11 +26,13 @@ class Message:
 
     numel, bytes, dtype, storage, address: of its largest tensor on this rank, or list of some.
     sent_bytes: what this rank sent to its neighbour, where collectives are carried out as rings.
+    waits: how often wait() was called; `waited_for` holds where the handle was used in any way.
     """
 
     def __init__(self, collective: str, arguments: Sequence[Any]):
         self.collective = collective
         self.sent_bytes = 0
+        self.waits = 0
         self.is_async = any(argument is True for argument in arguments)
         self.waited_for = not self.is_async
         self._work = _DONE
@@ -52,6 +54,7 @@ class Message:
         work = self._work
         self._work = _DONE
         self.waited_for = True
+        self.waits += 1
         return work.wait(*args)
 
 
