@@ -31,6 +31,12 @@ WRONG = {
         ("launch_ms", "(1 - places / kernels) * gpu_ms", "gpu_ms", "all but 1,024"),
         ("time_steps", "times[warmup_steps:]", "times", "uncounted"),
         ("time_steps", "        wait()\n        times", "        times", "is the step over"),
+        (
+            "time_steps",
+            "        start = time.perf_counter()\n        step()\n",
+            "        step()\n        start = time.perf_counter()\n",
+            "is the step over",
+        ),
     ],
     "12": [
         ("passes_over_scores", '"sum": 1', '"sum": 2', "each of them once"),
