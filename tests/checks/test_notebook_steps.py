@@ -121,8 +121,8 @@ WRONG = {
     ],
     "31": [
         ("ring_all_reduce", "if step < n - 1", "if step < n", "which part is complete"),
-        ("star_all_reduce", "    moved += first.size", "    pass", "n - 1 times each"),
-        ("star_all_reduce", "other[:] = first", "other = first", "in place?"),
+        ("ring_all_reduce", "part.size", "61 // n", "elements sent by all"),
+        ("ring_all_reduce", "target + part if", "sum(t[:] for t in ()) + part if", "hold the sum"),
         ("bus_gbps", "2**20", "1e6", "MiB?"),
         ("bus_gbps", "accounting.bus_factor(collective, n) * ", "", "the factor of the table"),
     ],
