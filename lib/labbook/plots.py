@@ -163,7 +163,9 @@ def _mark_failures(panels: Sequence[tuple[Axes, pd.DataFrame]], y: str, colors: 
     _make_room_above(panels[0][0], share)
     for axes, rows in failures:
         if len(rows):
-            axes.axhspan(1 - share, 1, transform=axes.transAxes, color=ZONE, lw=0, zorder=0.6)
+            zone = axes.axhspan(1 - share, 1, color=ZONE, lw=0, zorder=0.6)
+            # Given to axhspan, it would be replaced by one in which y is data.
+            zone.set_transform(axes.transAxes)
         for x, of_place in rows.groupby("_x"):
             words = dict.fromkeys(
                 STATUS_LABELS.get(status, status) for status in of_place["status"]

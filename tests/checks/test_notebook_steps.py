@@ -69,7 +69,7 @@ WRONG = {
     ],
     "16": [
         ("segments", "(0, len(blocks), k)", "(0, len(blocks) - k + 1, k)", "no block is lost"),
-        ("halves", "len(blocks) <= 1", "len(blocks) <= 2", "is a tuple, too"),
+        ("halves", "len(blocks) <= 1", "len(blocks) <= 2", "alone in a tuple"),
         ("peak_of", "in_front += b if segment else i + b", "in_front += i + b", "holds its input"),
         ("segments", "return tuple(", "return list(", "a segment, too"),
         ("run", "x = part(x)", "x = x + part(x)", "what the last one made"),
