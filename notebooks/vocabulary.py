@@ -182,11 +182,6 @@ family(  # one code, compiled or not, with matmuls of a dtype
     compiled per block, bfloat16 | compiled per block, bfloat16 | wine
     """,
 )
-family(  # who wrote an entry of a leaderboard
-    "whose",
-    "ours | ours | green\nPyTorch's own | PyTorch's own | black\n"
-    "others', by us | others', timed by us | purple\nothers, published | others, published | grey",
-)
 _SIZES = [config for sizes in MODEL_SIZES.values() for config in sizes.values()]
 _SIZES.sort(key=lambda config: config.num_layers * config.d_model**2)
 family("model_size", "\n".join(config.name for config in _SIZES))

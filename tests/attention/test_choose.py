@@ -233,6 +233,6 @@ def test_every_line_that_27_explains_is_in_the_loop_in_this_order():
     (table,) = (source.split('"""')[1] for source in cells if source.startswith("BESIDE"))
     loop = inspect.getsource(attend.fn).partition("for _ in range(1, tiles):")[2]
     places = [loop.find(line) for line in table.strip().splitlines() if not line.startswith(" ")]
-    assert len(places) > 10
+    assert len(places) > 5
     assert places[0] > 0
     assert places == sorted(places)

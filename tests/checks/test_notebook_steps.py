@@ -119,8 +119,8 @@ WRONG = {
         ("rows_and_registers", 'min(queries, keys) if kernel == "dkdv" else queries', "queries", "or a key"),
     ],
     "27": [
-        ("ladder_kernel", "masked = tile * ROWS // KEYS * KEYS", "masked = 0", "where does `masked` end"),
-        ("ladder_kernel", "tile * ROWS // KEYS * KEYS", "(tile + 1) * ROWS // KEYS * KEYS", "wholly below"),
+        ("visit_keys", "masked = tile * ROWS // KEYS * KEYS", "masked = 0", "where does `masked` end"),
+        ("visit_keys", "tile * ROWS // KEYS * KEYS", "(tile + 1) * ROWS // KEYS * KEYS", "wholly below"),
         ("faults_found", '"E": "mixed batches"', '"E": "stale mask"', "three sequences"),
     ],
     "31": [

@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -70,8 +70,8 @@ def compile_tiles(work: Sequence[Job]) -> list[dict[str, Any]]:
     return _run_python(["-m", __name__, json.dumps(work)])
 
 
-def in_own_process(source: str, argument: Any, kernels: Iterable[Any] = ()) -> Any:
-    """What a program with a notebook's kernels prints as JSON. Its sys.argv[1] is the argument, in JSON.
+def in_own_process(source: str, argument: Any) -> Any:
+    """What a program prints as JSON. Its sys.argv[1] is the argument, in JSON.
 
     Raises:
         RuntimeError: it failed; the message ends with its own.
@@ -79,8 +79,6 @@ def in_own_process(source: str, argument: Any, kernels: Iterable[Any] = ()) -> A
     # A file, and not `python -c`: Triton reads kernels from their file.
     with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
         print("import json, sys, triton\ntl = triton.language", file=file)
-        for kernel in kernels:
-            print(inspect.getsource(kernel.fn), file=file)
         print(source, file=file, flush=True)
         return _run_python([file.name, json.dumps(argument)])
 
@@ -184,14 +182,6 @@ def ask_ptxas(ptx: str, capability: int) -> dict[str, int | str]:
     Raises:
         RuntimeError: it makes matmuls that are meant to run meanwhile wait; the message is its own.
     """
-    resources = assemble(ptx, capability)
-    if waiting := resources.pop("waiting"):
-        raise RuntimeError(waiting)
-    return resources
-
-
-def assemble(ptx: str, capability: int) -> dict[str, int | str]:
-    """registers, spilled_bytes, ptxas; `waiting`: its warning that matmuls are serialized, or nothing."""
     from triton.backends.nvidia import compiler
 
     # Which of its two assemblers depends on Triton: for Hopper that of CUDA 12 up to 3.8, of 13 from 3.9 on.
@@ -204,14 +194,14 @@ def assemble(ptx: str, capability: int) -> dict[str, int | str]:
         command = [ptxas.path, "-v", f"-arch={architecture}", file.name, "-o", os.devnull]
         # With -v it prints to stderr, also where all is well.
         run = subprocess.run(command + flags, capture_output=True, text=True, check=True)
-    waiting = re.search(r".*Potential Performance Loss.*", run.stderr)
+    if waiting := re.search(r".*Potential Performance Loss.*", run.stderr):
+        raise RuntimeError(waiting.group())
     registers = re.search(r"Used (\d+) registers", run.stderr).group(1)
     spills = re.findall(r"(\d+) bytes spill", run.stderr)
     return {
         "registers": int(registers),
         "spilled_bytes": sum(map(int, spills)),
         "ptxas": ptxas.version,
-        "waiting": waiting.group() if waiting else "",
     }
 
 

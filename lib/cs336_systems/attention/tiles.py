@@ -5,9 +5,9 @@ Almost no tile spills registers (notebook 24): Hopper's own kernels in any form,
 other forms a few of "ieee" spill up to 24 bytes, and up to 144 where their loop is split. Two float32 tiles
 for heads of 128 spill, yet are fastest: bf16x3_dkdv's, 1.3 kB a thread (two others, which spill 0.5,
 took 1.36 times as long, and the same kernel in Gluon, without spills, 1.15 times), and backward's, 804
-bytes (another, which spills 108, took 1.4 times as long). Hopper's were chosen by measurements on an H200; dq
-and dkdv are within a fifth of the fastest there (notebook 26 has the study). The portable ones, for all other
-GPUs, were only compiled: they fit the 99 KiB of shared memory that a block has on the smallest.
+bytes (another, which spills 108, took 1.4 times as long). Hopper's were chosen by measurements on an H200.
+The portable ones, for all other GPUs, were only compiled: they fit the 99 KiB of shared memory that a block
+has on the smallest.
 """
 
 from dataclasses import dataclass, replace

@@ -10,7 +10,7 @@ P is recomputed tile by tile from Q, K and the saved L. With D = rowsum(dO * O),
 `dq_kernel` owns queries and loops over keys; then `dkdv_kernel` owns keys and loops over queries. That is
 seven matmuls instead of the five of one fused kernel, but no two programs write to the same place: no atomic
 additions, and the same bits every time. (On an H200, five matmuls with dQ added up in L2 take longer when
-written like this: see the ablation in notebook 27. hopper_backward does better.)
+written like this. hopper_backward does better.)
 
 Where those would leave SMs without a program, `backward_kernel` has both kinds of programs side by side; and
 if that is still too few, the keys and queries of each loop are split (SPLIT), and `sum_kernel` adds the sums.
