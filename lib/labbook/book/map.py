@@ -16,10 +16,10 @@ from nbformat import NotebookNode
 from PIL import Image
 
 from labbook.book import notebooks
-from labbook.rows import run_counts
 
 MARKS = ("*Handout problem", "**The question.**", "*Read before:*", "*Time:*")
-_AROUND = r"^\*\*\(.*?\)\*\* |\s*<details>.*"  # an answer: its name, and its list of claims
+# Of an answer: its name, what its reader guessed, and its list of claims.
+_AROUND = r"^\*\*\(.*?\)\*\* |\s*\([Yy]our? guess[^)]*\)|; you guess[^)]*(?=\))|\s*<details>.*"
 # Of a picture: enough to read it, and all of them stay below 1 MB together.
 _WIDTH = 800
 _COLORS = 64
@@ -80,18 +80,17 @@ def first_cell(notebook: NotebookNode) -> dict[str, str]:
     return {mark: " ".join(match[1].split()) if match else "" for mark, match in matches.items()}
 
 
-def map_table(entries: dict[str, Entry], machine: str) -> str:
-    """Every notebook by chapter, in Markdown: its question, what to read before, minutes, rows."""
+def map_table(entries: dict[str, Entry]) -> str:
+    """Every notebook by chapter, in Markdown: its question, what to read before, minutes."""
     # By the number of their first notebook.
     chapters = notebooks.read_yaml("book.yaml").get("chapters", {})
     links = {name[:2]: f"[{name[:2]}]({name}.ipynb)" for name in entries}
-    columns = ["notebook", "edition", "question", "read before", "minutes", f"rows of {machine}"]
-    lines = [_line(columns), "|:--|:--|:--|:--|:--|--:|"]
+    columns = ["notebook", "edition", "question", "read before", "minutes"]
+    lines = [_line(columns), "|:--|:--|:--|:--|:--|"]
     for name, entry in entries.items():
         if chapter := chapters.get(int(name[:2])):
-            lines.append(f"| **{chapter}** |" + " |" * 5)
+            lines.append(f"| **{chapter}** |" + " |" * 4)
         title = name[3:].replace("_", "_<wbr>")  # long names may be broken
-        rows = run_counts(name[3:], machine).total()
         before = [links[number] for number in entry.read_before if number in links]
         cells = [
             f"[{name[:2]} · {title}]({name}.ipynb)",
@@ -99,7 +98,6 @@ def map_table(entries: dict[str, Entry], machine: str) -> str:
             in_short(entry.question),
             ", ".join(before),
             ", ".join(entry.minutes),
-            f"{rows:,}" if rows else "–",
         ]
         lines.append(_line(cells))
     return "\n".join(lines)
