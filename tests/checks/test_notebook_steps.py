@@ -171,6 +171,7 @@ WRONG = {
     ],
     "41": [
         ("deal", "return owners", "owners.popitem()\n    return owners", "keys are the parameters"),
+        ("deal", "sorted(parameters", "sorted(set(parameters)", "another process deals the same"),
         ("ShardedStates", "if owners[p] == self.rank]", "]", "states"),
         ("ShortSharded", "dist.broadcast(parameter.data, src=owner)", "pass", "updated"),
         ("AsyncSharded", ", async_op=True)", ")", "async_op=True"),
