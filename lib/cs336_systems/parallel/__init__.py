@@ -10,7 +10,6 @@ from cs336_systems.parallel.shards import (
     fill_buckets,
     partition_tensors,
     segment_bytes,
-    shard_bytes,
 )
 from cs336_systems.parallel.strategies import SHARDINGS, TorchDDP, wrapper
 from cs336_systems.parallel.tensor_parallel import TensorParallelSwiGLU

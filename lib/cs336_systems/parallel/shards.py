@@ -107,14 +107,6 @@ def segment_bytes(segments: Segments) -> int:
     return max(sum(map(padded_length, part)) for part in segments) * _first(segments).element_size()
 
 
-def shard_bytes(buckets: Sequence[Segments]) -> list[int]:
-    """By rank, the bytes of its tensors."""
-    return [
-        sum(x.nbytes for segments in buckets for x in segments[rank])
-        for rank in range(len(buckets[0]))
-    ]
-
-
 class BucketMemory:
     """The memory of one bucket."""
 
