@@ -27,7 +27,7 @@ WRONG = {
         ("run_pass", "with torch.no_grad():", "if True:", "under torch.no_grad"),
         ("run_pass", "    loss = ", "    net(tokens)\n    loss = ", "once, and for inference"),
         ("run_pass", "    return loss\n", "    return loss.item()\n", "`.item()` waits"),
-        ("run_pass", '"train_step"', '"forward_backward"', "step only in train_step"),
+        ("run_pass", '"train_step"', '"forward_backward"', "in train_step alone"),
         ("launch_ms", "(1 - places / kernels) * gpu_ms", "gpu_ms", "all but 1,024"),
         ("time_steps", "times[warmup_steps:]", "times", "uncounted"),
         ("time_steps", "        wait()\n        times", "        times", "is the step over"),
