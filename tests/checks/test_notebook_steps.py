@@ -131,7 +131,7 @@ WRONG = {
         ("bus_gbps", "accounting.bus_factor(collective, n) * ", "", "the factor of the table"),
     ],
     "32": [
-        ("combined", "n / sum(samples) * g", "g / len(samples)", "each sample counts once"),
+        ("combined", "n / sum(samples) * gradient", "gradient / len(samples)", "each sample counts once"),
         ("MyDDP", "parameter.grad /= dist.get_world_size()", "pass", "is the sum over the ranks"),
     ],
     "33": [
