@@ -59,9 +59,7 @@ def test_its_numbers_are_rows():
     steps = load_rows("leaderboard", "h200", "full_step_times").set_index("implementation")
     full, torchs = (steps.loc[name] for name in ("offloaded", "fsdp2_selective"))
     assert (ours["run"], full["run"]) == (cudnn["run"], torchs["run"])
-    mixed = load_rows("benchmarking_mixed_precision", "h200", "model_times").query(
-        "`pass` == 'forward'"
-    )
+    mixed = load_rows("benchmarking_script", "h200", "model_times").query("`pass` == 'forward'")
     mixed = mixed.query("warmup_steps == 5 and context_length == 512 and batch_size == 4")
     speed_up = mixed.pivot_table(index=["model_size", "edition"], columns="dtype", values="p50_ms")
     speed_up = speed_up["float32"] / speed_up["bfloat16"]
