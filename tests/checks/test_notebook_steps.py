@@ -77,7 +77,8 @@ WRONG = {
     ],
     "21": [
         ("my_softmax", "scores.detach().amax(-1, keepdim=True)", "0", "maximum"),
-        ("my_attention", " / q.shape[-1] ** 0.5", "", "case 'full'"),
+        ("my_attention", " / q.shape[-1] ** 0.5", "", "the root of d"),
+        ("my_attention", "(~visible, -torch.inf)", "(~visible, 0.0)", "before the softmax"),
     ],
     "22": [
         ("my_fused_bytes", "(1 + 2 + 1)", "(1 + 3 + 1)", "goes 5 times"),
