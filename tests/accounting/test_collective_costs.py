@@ -55,8 +55,8 @@ def test_the_link_of_a_page_is_fitted_to_one_collective_of_notebook_31():
     ):
         rows.append(row | {"message_mb": 8, "p50_ms": 100} | change)
     page = Mock(**{"reference_rows.return_value": pd.DataFrame(rows)})
-    link = reference_link(page, "all_gather", machine="h100")
+    link = reference_link(page, "all_gather")
     assert link.latency_s == pytest.approx(1e-3)
     assert link.seconds_per_byte == pytest.approx(1e-3 / MB)
     problem = "distributed_communication_single_node"
-    page.reference_rows.assert_called_once_with("collective_times", problem, machine="h100")
+    page.reference_rows.assert_called_once_with("collective_times", problem)

@@ -94,11 +94,7 @@ def fit_collective(
     return fit_alpha_beta(measured["message_mb"] * MB, measured["p50_ms"] / 1e3)
 
 
-def reference_link(
-    page: Any, collective: str = "all_reduce", world_size: int = 2, machine: str | None = None
-) -> AlphaBeta:
-    """The fit of a collective over NCCL, by notebook 31's rows of the page's reference or of a machine."""
-    rows = page.reference_rows(
-        "collective_times", "distributed_communication_single_node", machine=machine
-    )
+def reference_link(page: Any, collective: str = "all_reduce", world_size: int = 2) -> AlphaBeta:
+    """The fit of a collective over NCCL, by notebook 31's rows of the page's reference."""
+    rows = page.reference_rows("collective_times", "distributed_communication_single_node")
     return fit_collective(rows, collective=collective, world_size=world_size)
