@@ -96,7 +96,7 @@ def test_a_page_says_how_old_the_rows_of_committed_machines_are(monkeypatch, cap
     Page("torch_compile", {})
     said = capsys.readouterr().out
     assert f"{count} older: model.py changed since" in said
-    assert "rows of h100: " in said
+    assert "rows of h200: " in said
 
 
 def test_historical_rows_are_named_once_where_they_are_used(page, capsys):
