@@ -41,7 +41,9 @@ WRONG = {
     "12": [
         ("passes_over_scores", '"sum": 1', '"sum": 2', "each of them once"),
         ("attention_in_ranges", 'annotate("softmax")', 'annotate("weights")', "0 ranges of that name"),
+        ("attention_in_ranges", "    with nvtx", "    v = v / 1\n    with nvtx", "div in no range"),
         ("nsys_command", "cuda,nvtx", "cuda", "without, no ranges"),
+        ("nsys_command", "={report}", "=step", "with `report`"),
         ("nsys_command", '"--capture-range=cudaProfilerApi", ', "", "warm-up is in it"),
         ("kernels_of", "launch_ns.between", "start_ns.between", "launched before"),
     ],
@@ -63,6 +65,7 @@ WRONG = {
     "15": [
         ("kept_by_block", "2 * B * H * T**2", "B * H * T**2", "exponentials, weights"),
         ("peak_of_step", "return max(", "return min(", "which of the two is larger"),
+        ("snapshot_of", 'stacks="python"', "context=None", "who made an allocation"),
         ("snapshot_of", "    finally:\n", "    except MemoryError:\n", "put it under `finally`"),
         ("peak_of_trace", '"free_requested"', '"free_completed": -1, "free_requested"', "counts once"),
         ("saved_bytes", "(*module.parameters(), *module.buffers())", "module.buffers()", "no activation"),
