@@ -21,7 +21,7 @@ def lines(*lines):
 
 
 # What is said of a solution, and the pieces in which it is changed: (piece, instead, piece, instead, ...).
-START = "self.module, self.handles = module, []"
+START = "self.handles = []"
 SEND = "dist.all_reduce(parameter.grad, async_op=True)"
 DIVIDE = "parameter.grad /= dist.get_world_size()"
 WAIT = "self.handles.pop().wait()"
@@ -52,7 +52,7 @@ DDP = {
         (DIVIDE, "pass", "all_reduce(parameter.grad", "all_reduce(parameter.grad.clone()"),
     "'rarely.weight' is still this rank's own":
         (DIVIDE, lines("if parameter is self.module.rarely.weight: return", DIVIDE)),
-    "frozen parameter 'frozen.weight'": (START, "self.module, self.handles = module.requires_grad_(), []"),
+    "frozen parameter 'frozen.weight'": (START, lines(START, "module.requires_grad_()")),
     "rank 0, 1: `.module` ": ("self.module", "self.inner"),
     "float16 gradients .* divide .* before the sum": (DIVIDE, "pass", WAIT, lines(WAIT, DIVIDE_ALL)),
     "hooks on a parameter do not":
@@ -61,9 +61,9 @@ DDP = {
 CLASS = "class AsyncSharded(ShardedStates):\n"
 STEP = "self.inside.step()\n"
 SUPER = "super().__init__(params, settings)"
-BROADCASTS = (
-    "[dist.broadcast(p.data, src=owner, async_op=True) for p, owner in self.owners.items()]"
-)
+BROADCASTS = """[
+            dist.broadcast(p.data, src=owner, async_op=True) for p, owner in self.owners.items()
+        ]"""
 ROUNDED = "[[dist.broadcast(y := p.data.bfloat16(), src=r), p.data.copy_(y)] for p, r in self.owners.items()]"
 NO_UPDATE = ("mine.update(", "dict(")
 JOINS = "self.inside.add_param_group(mine)"
@@ -131,7 +131,7 @@ FSDP = {
         ("torch.cat([mine, padding])", "full.clone()",
          "all_gather(rows, weight.shard.detach())", "rows = weight.shard"),
     "'norm.weight' was sharded. Leave":
-        ("names[parameter]: parameter.detach()", "names[parameter]: parameter.detach().expand(60)",
+        ("names[parameter]: parameter.detach()", "names[parameter]: parameter.detach().expand(132)",
          REPLICATED, lines(REPLICATED, "for p in self.replicated: p.data = p.data[:1]\n")),
     r"after forward, parameters\(\) are not the shards": ("weight.layer.weight = weight.shard", "pass"),
     r"shape \(24, 12\) and its shard \(12, 12\)":
@@ -149,7 +149,7 @@ FSDP = {
     r"after forward the whole .*resize_\(0\)":
         (lines("weight.layer.weight = weight.shard", "weight.free()"), "weight.layer.weight = weight.shard"),
     "after backward the whole .* still have memory: wide":
-        (FREE_IN_BACKWARD, lines("None", "len(weight.whole) == 48 or weight.free()"),
+        (FREE_IN_BACKWARD, lines("None", "len(weight.whole) == 84 or weight.free()"),
          MY_FSDP, MY_FSDP + FREE_BEFORE_FORWARD),
     "all-gather of 'up' starts only when its layer begins": ("place : place + 3", "place : place + 1"),
     "all-gather of 'embedding' is waited for where it starts":

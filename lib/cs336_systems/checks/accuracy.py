@@ -193,6 +193,24 @@ def _rounded(x: Tensor) -> Tensor:
     return x.double() * (1 + EPS * noise)
 
 
+def _assert_finite(function: Callable, plain: Callable, trial: Trial) -> None:
+    """With inputs a hundred times as large, where PyTorch's own results are finite.
+
+    Raises AssertionError: such a result is not, as of exponentials without their maximum.
+    """
+    large = {name: 100 * x if x.requires_grad else x for name, x in trial.inputs.items()}
+    leaves = {
+        name: x.detach().requires_grad_(trial.inputs[name].requires_grad)
+        for name, x in large.items()
+    }
+    trial = replace(trial, inputs=leaves)
+    results = trial.results(function)
+    for name, wanted in trial.results(plain).items():
+        is_wrong = wanted.isfinite().all() and not results[name].isfinite().all()
+        message = f"{name} of {trial.where}, its inputs a hundred times as large, is not finite"
+        assert not is_wrong, f"{message}; PyTorch's is: subtract the maximum before exp"
+
+
 @dataclass(frozen=True)
 class Fused:
     """What a fused kernel is tried with.
@@ -237,6 +255,7 @@ class Fused:
                 x.requires_grad_(name.islower())
             trial = Trial(inputs, noise.to(output.dtype), where=f"{label} {shape}")
             lines += [{"shape": str(shape)} | line for line in compare(function, trial, reference)]
+            _assert_finite(function, self.plain, trial)
         return pd.DataFrame(lines)
 
 

@@ -139,7 +139,8 @@ def gradients(wrap: Wrap, hint="", make=Toy, weights=module_state) -> Iterator[s
         if not close(before[name], old):
             yield f"{name!r} has changed before any optimizer step. All-reduce parameter.grad, not parameter."
     trained = [name for name, x in alone.named_parameters() if x.requires_grad]
-    yield from wrong_kinds(wrapped, trained)
+    frozen = [name for name, x in alone.named_parameters() if not x.requires_grad]
+    yield from wrong_kinds(wrapped, frozen)
     yield ""  # SGD would raise
     torch.optim.SGD(wrapped.parameters(), lr=1.0).step()
     otherwise = f"not the mean over the ranks, or parameters() are not updated by it.{hint}"
@@ -158,12 +159,12 @@ def gradients(wrap: Wrap, hint="", make=Toy, weights=module_state) -> Iterator[s
         yield from unlike(what, gradient, total / ranks, diagnoses, otherwise)
 
 
-def wrong_kinds(wrapped: nn.Module, trained: Sequence[str]) -> Iterator[str]:
-    """Gradients after a step that are missing, or that no optimizer would take."""
+def wrong_kinds(wrapped: nn.Module, frozen: Sequence[str] = ()) -> Iterator[str]:
+    """Gradients that are missing after a step, or that no optimizer would take; a shard may be renamed."""
     for name, parameter in wrapped.module.named_parameters():
         gradient = parameter.grad
         kind = f"the gradient of {name!r} has"
-        if name not in trained:
+        if name in frozen:
             if gradient is not None:
                 yield f"the frozen parameter {name!r} was given a gradient. Skip those without requires_grad."
         elif gradient is None:

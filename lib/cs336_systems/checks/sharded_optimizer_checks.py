@@ -218,6 +218,12 @@ class _Pair:
 
     def sharing_mistakes(self) -> Iterator[str]:
         kept = from_all(self.has_states())
+        if not any(map(any, kept)):
+            # Kept of the optimizer's own tensors: of slices, say, of all parameters laid end to end.
+            yield from _unshared(
+                from_all(_state_bytes(self.inside)), _state_bytes([self.optimizer])
+            )
+            return
         for name, keeps in zip(self.names, zip(*kept, strict=True), strict=True):
             if sum(keeps) != 1:
                 yield f"{name} has states on {sum(keeps)} ranks. Give the one inside what it owns."
@@ -228,3 +234,18 @@ class _Pair:
             share = largest / sum(sizes)
             rank = shares.index(largest)
             yield f"rank {rank} keeps {share:.0%} of the states. Assign by bytes, not by number."
+
+
+def _state_bytes(optimizers: list[Optimizer]) -> int:
+    """Of moments; a count of steps is one number."""
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    return sum(x.nbytes for state in states for x in state.values() if x.numel() > 1)
+
+
+def _unshared(shares: list[int], whole: int) -> Iterator[str]:
+    """What is wrong with the bytes of states that the ranks keep, of as many as one optimizer has."""
+    if sum(shares) < 0.99 * whole:
+        yield f"the ranks keep {sum(shares)} bytes of states, one optimizer {whole}. Is all owned?"
+    most = max(shares)
+    if most > 0.75 * whole:
+        yield f"rank {shares.index(most)} keeps {most / whole:.0%} of the states. Share them by bytes."
