@@ -221,5 +221,3 @@ column("predicted_sent_mb", "predicted sent (MiB)")
 column("warmup_steps", "warm-up steps", "warm-up")
 # "xl" is two different models, so a size never stands alone.
 VOCABULARY.derived("model", "model_size edition", "{} ({:.0f})".format)
-VOCABULARY.synonym("model model_size edition d_model num_heads")
-VOCABULARY.synonym("wrapper implementation")

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
-from labbook.labels import UNITS, vocabulary
+from labbook.labels import UNITS
 from labbook.schema import schema
 
 
@@ -48,58 +48,6 @@ def varying_values(group: pd.DataFrame, columns: Iterable[str]) -> str:
             first = ", ".join(map(str, values[:4]))
             texts.append(f"{column} ({first})")
     return "; ".join(texts)
-
-
-def compared(frame: pd.DataFrame, hue: str, baseline: object, y: str) -> pd.DataFrame:
-    """The rows that the baseline has an equal of, in every key but `hue` and its synonyms.
-
-    Returns the rows with `baseline` (its y), `baseline_status` and `ratio`, baseline / y.
-    Raises ValueError: there are no such rows; the message names what they differ in.
-    """
-    same = {hue}
-    for synonyms in vocabulary().synonyms:
-        if hue in synonyms:
-            same |= synonyms
-    keys = [column for column in key_columns(frame) if column not in same]
-    is_baseline = frame[hue] == baseline
-    partners = frame[is_baseline].reindex(columns=keys + [y, "status"])
-    partners = partners.rename(columns={y: "baseline", "status": "baseline_status"})
-    pairs = frame[~is_baseline].merge(partners, on=keys)
-    if pairs.empty and not is_baseline.all():
-        message = f"no row can be divided by one of {hue}={baseline}"
-        raise ValueError(f"{message}: they differ in {varying_values(frame, keys)}")
-    return pairs.assign(ratio=pairs["baseline"] / pairs[y])
-
-
-def beside_reference(rows: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
-    """This machine's rows, and what the reference took for the same, after the longest of its warm-ups.
-
-    Returns the rows; if any has a partner, with `reference_ms`, its median, and `reference_status`.
-    """
-    keys = [name for name in _measurement(rows) if name in theirs]
-    theirs = longest_warmup(theirs).reindex(columns=keys + ["p50_ms", "status"])
-    theirs = theirs.rename(columns={"p50_ms": "reference_ms", "status": "reference_status"})
-    both = rows.merge(theirs, on=keys, how="left")
-    has_partner = both["reference_status"].notna().any()
-    return both if has_partner else rows
-
-
-def _measurement(rows: pd.DataFrame) -> list[str]:
-    """Columns of the rows: those that differ in none of them measured the same."""
-    return [name for name in schema().keys if name in rows and name != "warmup_steps"]
-
-
-def times_in(frame: pd.DataFrame) -> list[str]:
-    """The columns of times that rows of `beside_reference` have, for a table."""
-    return [name for name in ("p50_ms", "reference_ms") if name in frame]
-
-
-def longest_warmup(frame: pd.DataFrame) -> pd.DataFrame:
-    """Of rows that differ in their warm-up alone the one with the longest: they are one point of a plot."""
-    if "warmup_steps" not in frame:
-        return frame
-    by_warmup = frame.sort_values("warmup_steps", kind="stable")
-    return by_warmup.drop_duplicates(_measurement(frame), keep="last").sort_index()
 
 
 def beside_published(

@@ -67,7 +67,6 @@ class Vocabulary:
     labels: dict[str, str] = field(default_factory=dict)  # of a value
     columns: dict[str, Column] = field(default_factory=dict)
     derivations: dict[str, Derived] = field(default_factory=dict)
-    synonyms: list[set[str]] = field(default_factory=list)
 
     def family(self, columns: str, lines: str) -> None:
         """Values of some columns that belong together, in their order: lines "value | label | colour".
@@ -92,10 +91,6 @@ class Vocabulary:
     def derived(self, name: str, columns: str, label: Callable[..., str]) -> None:
         """A column that a page adds to rows that have all of `columns`: `label` of their values."""
         self.derivations[name] = Derived(columns.split(), label)
-
-    def synonym(self, columns: str) -> None:
-        """Columns that name one thing in several ways: who compares one does not hold the others fixed."""
-        self.synonyms.append(set(columns.split()))
 
 
 def vocabulary() -> Vocabulary:

@@ -8,7 +8,7 @@ from IPython import display
 
 from labbook import bench
 from labbook.book.notebooks import check_parameters
-from labbook.compare import beside_published, beside_reference
+from labbook.compare import beside_published
 from labbook.evidence import Evidence
 from labbook.files import figures_dir, make_folder, write_atomically
 from labbook.labels import column_label, significant, value_label, with_derived
@@ -73,13 +73,6 @@ class Page:
         """The rows of a table on this machine, of another notebook's problem if a slug is given."""
         return with_derived(load_rows(slug or self.slug, self.card.slug, table))
 
-    def beside(self, table: str, slug: str | None = None) -> pd.DataFrame:
-        """This machine's rows; `reference_ms`, `reference_status` where the reference measured the same."""
-        rows = self.rows(table, slug)
-        if self.card.slug == self.reference:
-            return rows
-        return beside_reference(rows, load_rows(slug or self.slug, self.reference, table))
-
     def beside_published(
         self, table: str | pd.DataFrame, keys: Sequence[str], value: str, rows: pd.DataFrame
     ) -> None:
@@ -107,7 +100,7 @@ class Page:
     ) -> None:
         """Save rows as this machine's, and print what came out, a line for each that says something new.
 
-        machine: another name for where they were made; "ahead_of_time" for what was only compiled.
+        machine: another name for where they were made.
         """
         rows = list(rows)
         run = self.run if machine is None else Run(self.slug, machine, executed=self.code)

@@ -1,4 +1,4 @@
-"""The ordinary plots, drawn from rows: lines, ratios, bars, stacks, heat maps, spans. Equal rows, equal ones.
+"""The ordinary plots, drawn from rows: lines, bars, stacks, heat maps, spans. Equal rows, equal ones.
 
 Each takes title, subtitle, xlabel and ylabel too, see `figure.plot`; `facet` is a column whose values get a
 panel each. Two rows in one place (x, hue, facet) are refused: the ValueError names their difference.
@@ -19,10 +19,10 @@ from matplotlib.colors import LogNorm, to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import FixedLocator, FuncFormatter
+from matplotlib.ticker import FixedLocator
 
 from labbook import figure, labels
-from labbook.compare import compared, key_columns, require_one_row_each
+from labbook.compare import key_columns, require_one_row_each
 from labbook.figure import Drawing, plain_numbers, plot, sheet
 from labbook.labels import STATUS_LABELS, column_label, ordered, quantity, significant, value_label
 from labbook.style import (
@@ -202,37 +202,6 @@ def _mark(axes: Axes, x: float, line: int, text: str, color: str, size: int) -> 
         va="center",
         annotation_clip=False,
     )
-
-
-@plot
-def ratio(
-    frame: pd.DataFrame,
-    x: str,
-    hue: str,
-    *,
-    baseline: Hashable,
-    y: str = "p50_ms",
-    facet: str | None = None,
-    logx: bool = True,
-    logy: bool = False,
-) -> Drawing | None:
-    """How many times faster than the baseline's row that is equal in everything but `hue`."""
-    pairs = compared(frame, hue, baseline, y)
-    if pairs.empty:
-        return None
-    name = value_label(baseline, hue)
-    if "status" in pairs:
-        is_ok = pairs["status"] == "ok"
-        lost = is_ok & pairs["ratio"].isna() & (pairs["baseline_status"] == "oom")
-        pairs["status"] = pairs["status"].mask(lost, f"{name} OOM")
-    drawing = lines.__wrapped__(
-        pairs, x, "ratio", hue, band=None, facet=facet, logx=logx, logy=logy
-    )
-    for axes in drawing.chart.axes:
-        axes.axhline(1, color=MUTED, linewidth=1.2, zorder=1.5)
-        axes.set_ylim(top=max(axes.get_ylim()[1], 1.1))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
-    return drawing._replace(ylabel=f"times faster than {name}")
 
 
 @plot

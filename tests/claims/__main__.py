@@ -146,7 +146,7 @@ def _needed(cells: list[Cell]) -> Iterator[Cell]:
     names, saved = late & made, False
     for cell in reversed(cells):
         if "answer" in cell.reads or cell.makes & names or (saved and "page.save(" in cell.source):
-            saved |= "page.rows(" in cell.source or "page.beside(" in cell.source
+            saved |= "page.rows(" in cell.source
             names = (names - cell.makes) | cell.reads
             yield cell
 

@@ -10,7 +10,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
-from labbook import bars, heatmap, lines, ratio, spans, stacked_bars
+from labbook import bars, heatmap, lines, spans, stacked_bars
 from labbook.style import BLUE, GREEN, VERMILLION, WINE
 
 BY_CONTEXT = {"x": "context_length", "hue": "implementation"}
@@ -35,7 +35,6 @@ def every_kind(rows, shares):
         "lines": lines(rows, **BY_CONTEXT, title="Lines"),
         "bars": bars(rows, **BY_CONTEXT, title="Bars"),
         "heatmap": heatmap(rows, *down_and_across, title="Heat map"),
-        "ratio": ratio(rows, **BY_CONTEXT, baseline="plain", title="Ratio"),
         "stacked": stacked_bars(shares, "context_length", title="Shares", **stacks),
         "empty": lines(rows.iloc[:0], **BY_CONTEXT, title="Empty"),
     }
@@ -103,22 +102,13 @@ def test_words_stand_at_equal_distances_and_numbers_are_plain():
 def test_why_there_is_no_number_is_written_on_every_kind(every_kind, rows):
     for kind in ("lines", "bars", "heatmap"):
         assert "OOM" in texts(every_kind[kind]), kind
-    assert "plain OOM" in texts(every_kind["ratio"])
     assert "OOM" in texts(lines(rows[rows["status"] == "oom"], **BY_CONTEXT))
     marks = every_kind["lines"].axes[0].texts
     (cross,) = [mark for mark in marks if mark.get_text() == "×"]
     assert to_hex(cross.get_color()) == PLAIN
     assert cross.xy[0] == 1024
     assert "–" in texts(heatmap(rows.iloc[1:], "implementation", "context_length", fmt="{:.1f}"))
-    without_pairs = ratio(rows.iloc[:3], **BY_CONTEXT, baseline="plain")
-    for chart in (every_kind["empty"], without_pairs):
-        assert any("cs336_systems run" in text for text in texts(chart))
-
-
-def test_a_ratio_divides_and_has_its_line_at_one(rows):
-    chart = ratio(rows, **BY_CONTEXT, baseline="plain")
-    assert drawn(chart)[COMPILED] == [[256, 2.0], [512, 4.0]]
-    assert [1, 1] in [list(line.get_ydata()) for line in chart.axes[0].get_lines()]
+    assert any("cs336_systems run" in text for text in texts(every_kind["empty"]))
 
 
 def test_rows_in_one_place_are_refused(rows):

@@ -32,7 +32,7 @@ page = Page("sums", {{"In": ["", {CELL!r}], "device": "cpu"}})
 show(page.rows("times"))
 (run,) = page.rows("times")["run"].unique()
 print(sorted(runs.load_run(page.card.slug, run).code)[:2])
-print(len(page.beside("times")), page.reference == page.card.slug, value_label("sdpa"))
+print(len(page.rows("times")), page.reference == page.card.slug, value_label("sdpa"))
 """
 
 

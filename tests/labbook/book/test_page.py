@@ -39,16 +39,6 @@ def test_rows_are_saved_as_this_machines_and_a_line_is_printed_for_each(page, ca
     assert set(page.reference_rows("accumulation")["machine"]) == {"h200"}
 
 
-def test_this_machines_times_stand_beside_the_references(page):
-    theirs = page.reference_rows("weighted_sum_times", "weighted_sum").iloc[0]
-    mine = {key: theirs[key] for key in schema().tables["weighted_sum_times"].keys} | {
-        "p50_ms": 1.0
-    }
-    page.save([mine], "weighted_sum_times", slug="weighted_sum")
-    (row,) = page.beside("weighted_sum_times", "weighted_sum").to_dict("records")
-    assert (row["p50_ms"], row["reference_ms"]) == (1.0, theirs["p50_ms"])
-
-
 def test_reports_stand_folded_beside_the_reference(page, shown):
     ours = page.reference_rows("accumulation")
     theirs = ours.assign(total=2 * ours["total"], gpu="another card")
@@ -67,8 +57,8 @@ def test_rows_about_a_model_name_it_with_its_edition(page):
         "p50_ms": 1.0
     }
     page.save([mine], "model_times", slug="benchmarking_script")
-    for rows in (page.rows, page.beside):
-        assert rows("model_times", "benchmarking_script")["model"].tolist() == [named[0]]
+    mine = page.rows("model_times", "benchmarking_script")
+    assert mine["model"].tolist() == [named[0]]
     assert "model" not in page.reference_rows("accumulation")
 
 
