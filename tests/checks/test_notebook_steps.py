@@ -201,9 +201,9 @@ WRONG = {
         ("least_bandwidth", "for j in range(i + 1))", "for j in range(i, i + 1))", "a queue"),
     ],
     "51": [
-        ("memory_of", "activations / 2) / N", "activations) / N", "too much"),
+        ("memory_of", "activations / 2) / N", "activations) / N", "what is divided by N"),
+        ("memory_of", "/ N + activations", "/ N**2 + activations", "what is divided by N"),
         ("smallest_backward_batch", "2 * weights_s", "3 * weights_s", "both double"),
-        ("bubble", "(micro_batches + stages - 1)", "micro_batches", "P - 1 idle slots"),
     ],
     "52": [
         ("whole_ring", "moving = yield moving", "moving = yield total", "added twice"),
