@@ -207,7 +207,15 @@ WRONG = {
     ],
     "52": [
         ("whole_ring", "moving = yield moving", "moving = yield total", "added twice"),
-        ("parent", "above if above < n else rank ^ bit", "above", "is that one of 6"),
+        ("whole_ring", "    return total", "    return total / n", "something is missing"),
+        ("whole_ring", "total = mine.clone()", "total = mine", "is unchanged: clone it"),
+        (
+            "whole_ring",
+            "moving = yield moving",
+            "moving = torch.cat([(yield moving[:1]), (yield moving[1:])])",
+            "a whole tensor: 4 numbers",
+        ),
+        ("whole_ring", "moving = mine\n", "moving = mine.double()\n", "they send 192"),
     ],
     "53": [
         ("border", "sp.Eq(all", "sp.Eq(2 * all", "grows by W / C"),

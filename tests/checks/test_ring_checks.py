@@ -32,11 +32,27 @@ LOOP = "for _ in range(n - 1):"
 # What is said, and how the ring is changed.
 WRONG = {
     "missing": (LOOP, "for _ in range(n - 2):"),
-    "clone": ("total, moving = mine.clone(), mine", "total, moving = mine, mine.clone()"),
+    "clone": ("total = mine.clone()", "mine, total = mine.clone(), mine"),
     "yield": ("moving = yield moving", "pass"),
+    "with a tensor": ("moving = yield moving", "yield"),
     "loop never end": (LOOP, "while True:"),
     "still send": (LOOP, "for _ in range(rank):"),
 }
+
+
+def drops_the_rest(mine, rank, n):
+    """Cut into n equal pieces; what is left over is not added up."""
+    left = len(mine) % n
+    return torch.cat(
+        [(yield from usual_ring(mine[: len(mine) - left], rank, n)), mine[len(mine) - left :]]
+    )
+
+
+def test_what_cannot_be_cut_evenly_is_not_lost(capsys):
+    with step("ring") as check:
+        check_ring(check, drops_the_rest, lambda n: 2 * (n - 1) / n)
+    assert check.passed is False
+    assert "✗ 4 ranks, 25 numbers: all end with the sum" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("word", ["they send"] + list(WRONG))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
-from cs336_systems.checks.exercise import StepCheck
+from cs336_systems.checks.exercise import StepCheck, assert_tensor
 
 _MOST_MESSAGES = 10_000  # of a rank
 _TWICE = (
@@ -44,9 +44,13 @@ def run_ring(
         leaving = []
         for rank, arrived in zip(ranks, arriving, strict=True):
             try:
-                leaving.append(rank.send(arrived).clone())  # a copy, as a wire makes
+                message = rank.send(arrived)
             except StopIteration as end:
                 results.append(end.value)
+                continue
+            if not isinstance(message, Tensor):
+                raise AssertionError(f"{message!r:.80} is sent; wanted: `yield` with a tensor")
+            leaving.append(message.clone())  # a copy, as a wire makes
         if results and leaving:
             done = len(results)
             raise AssertionError(f"{done} of {n} ranks are done while the others still send")
@@ -59,20 +63,33 @@ def run_ring(
 def check_ring(check: StepCheck, all_reduce: Ring, tensors_sent: Callable[[int], float]) -> None:
     """Properties of a ring all-reduce; `tensors_sent(n)` is what each rank should send, in whole tensors."""
     for n in (2, 3, 4, 8):
-        numbers = torch.arange(24.0, dtype=torch.float64)
-        before = [10.0**rank + numbers for rank in range(n)]
-        tensors = [tensor.clone() for tensor in before]
-        total = sum(before)
-        results, sent = run_ring(all_reduce, tensors)
-        reason = _TWICE if (results[0] > total).any() else _MISSING
-        check(f"{n} ranks: all end with the sum", all(map(total.equal, results)), reason)
-        unchanged = all(map(torch.equal, tensors, before))
-        check(f"{n} ranks: what they were given is unchanged", unchanged, "clone it")
+        sent = _check_sums(check, all_reduce, torch.arange(24.0), f"{n} ranks", n)
         bytes_sent = {sum(message.nbytes for message in log) for log in sent}
-        wanted = round(tensors_sent(n) * total.nbytes)
+        wanted = round(tensors_sent(n) * 24 * 4)  # of float32
         counts = ", ".join(map(str, sorted(bytes_sent)))
         check(
             f"{n} ranks: each sends {wanted} bytes", bytes_sent == {wanted}, f"they send {counts}"
         )
+    # Not every part of 25 numbers is equally long.
+    for n in (2, 4):
+        _check_sums(check, all_reduce, torch.arange(25.0), f"{n} ranks, 25 numbers", n)
     results, sent = run_ring(all_reduce, [torch.ones(3)])
     check("one rank alone sends nothing", not sent[0] and results[0].equal(torch.ones(3)))
+
+
+def _check_sums(
+    check: StepCheck, all_reduce: Ring, numbers: Tensor, case: str, n: int
+) -> list[list[Tensor]]:
+    """Check what n ranks end with, and return what each of them sends."""
+    before = [10.0**rank + numbers for rank in range(n)]
+    # Strided, as a column of a matrix is.
+    tensors = [each.new_empty(2 * len(each))[::2].copy_(each) for each in before]
+    total = sum(before)
+    results, sent = run_ring(all_reduce, tensors)
+    for result in results:
+        assert_tensor(f"{case}: the sum", result, total)
+    reason = _TWICE if (results[0] > total).any() else _MISSING
+    check(f"{case}: all end with the sum", all(map(total.equal, results)), reason)
+    unchanged = all(map(torch.equal, tensors, before))
+    check(f"{case}: what they were given is unchanged", unchanged, "clone it")
+    return sent

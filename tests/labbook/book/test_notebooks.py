@@ -119,7 +119,7 @@ WRONG = """
 16 strategies=[every 0]|26 query_tiles=[48]|26 num_warps=[3]|27 repeat_ms=inf|31 message_mb=[.inf]
 31 message_mb=[0]|31 limit_s=0|32 batch_size=3|33 bucket_sizes_mb=[0]|33 bucket_sizes_mb=[inf]
 33 batch_size=3|33 world_sizes=[3]|41 world_size=1|42 world_size=3|51 gpu_memory_gb=inf|51 side=0
-52 hop_us=inf|52 simulated_devices=[1, 4]|53 world_sizes=[3]|54 d_ff=0|55 world_sizes=[2, 3]
+52 hop_us=inf|52 tensor_mb=0|53 world_sizes=[3]|54 d_ff=0|55 world_sizes=[2, 3]
 56 num_devices=1000|61 batch_size=1|61 world_size=0|33 world_sizes=[0]|11 batch_size=10000000000000000
 """.replace("\n", "|").strip("|")
 
