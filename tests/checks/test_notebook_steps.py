@@ -220,6 +220,8 @@ WRONG = {
     "53": [
         ("border", "sp.Eq(all", "sp.Eq(2 * all", "grows by W / C"),
         ("gather_s", "min(inside, per_host * card)", "min(inside, card)", "all cards, at once"),
+        ("gather_s", "per_host * card", "8 * card", "all cards, at once"),
+        ("tokens_needed", "per_host * card", "8 * card", "how many cards"),
         ("tokens_needed", "min(inside, per_host * card)", "min(inside, card)", "8 cards"),
     ],
     "54": [
