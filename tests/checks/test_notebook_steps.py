@@ -226,7 +226,8 @@ WRONG = {
     ],
     "54": [
         ("sent", "gather + scatter", "gather", "gather again"),
-        ("hybrid_s", "size / per_host) / card", "size / per_host) / inside", "all-reduces an eighth"),
+        ("hybrid_s", "size / per_host) / card", "size / per_host) / inside", "all-reduces 1/8"),
+        ("hybrid_s", "size / per_host", "size / 8", "all-reduces 1/4"),
     ],
     "55": [
         ("slice_of", 'dim=1 if name == "w2" else 0', "dim=0", "w2 keeps columns"),
@@ -238,9 +239,9 @@ WRONG = {
     ],
     "56": [
         ("largest_in_sequence", "left.subs(X, x)", "left", "is Y what X leaves"),
-        ("best_split", "/ b, X), X)", "/ a, X), X)", "is X sqrt(a)"),
+        ("best_split", "(N / X - 1) / b", "(N / X - 1) / a", "is X sqrt(a)"),
         ("gather_s", "per_host / tensor", "per_host", "whose cards carry a slice"),
-        ("load_of_pods", "D * F / (X * Y)", "D * F", "what has a device"),
+        ("gather_s", "per_host / tensor", "8 / tensor", "TP over 2 of 4"),
     ],
     "61": [
         ("flops_per_byte", "2 * inner * width / (2 * width)", "2 * inner", "2 d n FLOPs over"),
