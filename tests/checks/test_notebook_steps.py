@@ -188,10 +188,18 @@ WRONG = {
     "43": [
         ("rows_of", "return torch.cat([mine, padding])", "return mine", "padded, and in the weight"),
         ("ShardedModule", "rows[: len(weight.whole)]", "rows[::2]", "put the shards together in the order"),
+        ("ShardedModule", "rows[: len(weight.whole)]", "rows", "without padding"),
         ("ForwardFSDP", "wanted[0].work.wait()", "pass", "may be on its way"),
         ("ShortFSDP", "weight.whole.grad / dist.get_world_size()", "weight.whole.grad", "is the sum over"),
         ("ShortFSDP", "len(self.reductions) > left:", "self.reductions and left == 0:", "at once"),
         ("MyFSDP", "place : place + 3", "place : place + 4", "allowed: two layers ahead"),
+        (
+            "MyFSDP",
+            "        self.collect(self.order[place : place + 3])\n",
+            "        self.collect(self.order[place : place + 3])\n"
+            "        [ahead.work.wait() for ahead in self.order[place : place + 3]]\n",
+            "wait for its own gather alone",
+        ),
     ],
     "44": [
         ("hides", "2 * parameters * tokens", "parameters * tokens", "a multiplication and an addition"),

@@ -111,10 +111,11 @@ OPTIMIZER = {
 GATHER = "weight.work = all_gather(weight.all_rows, weight.sent, async_op=True)"
 ARRIVED = "wanted[0].work.wait()"
 GRADIENT = "weight.shard.grad = mine.to(weight.shard.dtype)"
-MEAN = "weight.whole.grad / dist.get_world_size(), None"
+MEAN = "weight.whole.grad / dist.get_world_size()"
+BEHIND = "self.collect(behind[::-1])"
 MY_FSDP = "class MyFSDP(ShortFSDP):\n"
-FREE_IN_BACKWARD = "None\n        weight.free()"
-REPLICATED = "if parameter not in shards]\n"
+FREE_IN_BACKWARD = "weight.whole.grad = None\n        weight.free()"
+REPLICATED = "if parameter not in shards\n        ]\n"
 FREE_BEFORE_FORWARD = """    def forward(self, *inputs):
         for weight in self.weights:
             if weight.work is not None:
@@ -124,9 +125,17 @@ FREE_BEFORE_FORWARD = """    def forward(self, *inputs):
 """
 FSDP = {
     "^$": (),
-    "`.mod": ("self.module, kinds = module,", "self.module, kinds = torch.nn.Sequential(module),"),
+    "`.mod": ("self.module = module\n", "self.module = torch.nn.Sequential(module)\n"),
     "'embedding.weight' is not that of rank 0. Broadcast": ("dist.broadcast(parameter.data, src=0)", "pass"),
     "it has no 'embedding.weight', but w": (" return full\n", " return {'w': full['norm.weight']}\n"),
+    "'up.weight' is not that of rank 0.* without padding": ("rows[: len(weight.whole)]", "rows"),
+    "with 61 rows a step fails, .* Pad":
+        ("gradient.new_zeros(weight.all_rows.shape)", "gradient",
+         "all_rows[: len(gradient)] = gradient", "pass"),
+    "all-gather of 'up' is waited for before 'embedding' computes":
+        (ARRIVED, "[weight.work.wait() for weight in wanted]"),
+    "all-gather of 'down' is waited for before 'head' computes":
+        (BEHIND, lines(BEHIND, "[weight.work.wait() for weight in behind]")),
     "'embedding.weight' still has 288 of 288 elements.* rows, 144":
         ("torch.cat([mine, padding])", "full.clone()",
          "all_gather(rows, weight.shard.detach())", "rows = weight.shard"),
@@ -137,7 +146,7 @@ FSDP = {
     r"shape \(24, 12\) and its shard \(12, 12\)":
         (GRADIENT, lines("shard, weight.shard.data = weight.shard.data, torch.zeros_like(weight.whole)",
          "    weight.shard.grad = torch.zeros_like(weight.shard)", "    weight.shard.data = shard")),
-    "'embedding.weight' is averaged twice": (MEAN, "weight.whole.grad / dist.get_world_size() ** 2, None"),
+    "'embedding.weight' is averaged twice": (MEAN, f"{MEAN} ** 2"),
     "'norm.weight' is still this rank's own": ("dist.all_reduce(parameter.grad)", "pass", DIVIDE, "pass"),
     r"\d+ of \d+ reduce-scatter.* may still be under way": ("            work.wait()", "            pass"),
     "whole gradient of 'head' went through all_reduce":
@@ -145,11 +154,11 @@ FSDP = {
          "work, mine = dist.all_reduce(all_rows, async_op=True), all_rows.chunk(2)[dist.get_rank()]"),
     "with the weights from before the optimizer's step. Gather": ("weight.free()", "pass"),
     "with 'embedding.weight' from before the optimizer's step":
-        (FREE_IN_BACKWARD, lines("None", "len(weight.whole) == 24 or weight.free()")),
+        (FREE_IN_BACKWARD, lines("weight.whole.grad = None", "len(weight.whole) == 24 or weight.free()")),
     r"after forward the whole .*resize_\(0\)":
         (lines("weight.layer.weight = weight.shard", "weight.free()"), "weight.layer.weight = weight.shard"),
     "after backward the whole .* still have memory: wide":
-        (FREE_IN_BACKWARD, lines("None", "len(weight.whole) == 84 or weight.free()"),
+        (FREE_IN_BACKWARD, lines("weight.whole.grad = None", "len(weight.whole) == 84 or weight.free()"),
          MY_FSDP, MY_FSDP + FREE_BEFORE_FORWARD),
     "all-gather of 'up' starts only when its layer begins": ("place : place + 3", "place : place + 1"),
     "all-gather of 'embedding' is waited for where it starts":

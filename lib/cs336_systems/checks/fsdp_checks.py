@@ -33,6 +33,8 @@ _SIZES = {
 }
 _LAYER_OF = {prod(size): layer for layer, size in _SIZES.items()}
 LAYERS = tuple(_SIZES)
+# Of 61 rows ranks have no equal shares, so messages are padded.
+_UNEVEN = _SIZES | {"up": (12, 61), "wide": (61, 84)}
 # Whole at once: the one in use, two ahead of it, and the one before, about to be freed.
 _WEIGHTS = 4
 # Whole at once: the one that has just been made, and two on their way.
@@ -71,14 +73,17 @@ def check_fsdp(wrap: Wrap, *, only: Sequence[str] = (), thorough: bool = False) 
 class _Layers(nn.Sequential):
     """Five layers and a norm."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, sizes: dict[str, tuple[int, int]] = _SIZES):
         torch.manual_seed(seed)
         super().__init__()
-        for layer, size in _SIZES.items():
+        for layer, size in sizes.items():
             kind = Embedding if layer == "embedding" else Linear
             self.add_module(layer, kind(*size))
             self.add_module(f"tanh_{layer}", nn.Tanh())
         self.add_module("norm", RMSNorm(132))
+
+
+_uneven = partial(_Layers, sizes=_UNEVEN)
 
 
 def _gathered(message: Message) -> str:
@@ -94,6 +99,7 @@ def _whole(wrapped: nn.Module) -> dict[str, Tensor]:
 def _shards(wrap: Wrap) -> Findings:
     hint = "Broadcast before sharding; put the shards together in the order of the ranks, without padding."
     yield from shared.starts_from_rank_0(wrap, hint, _Layers, _whole)
+    yield from shared.starts_from_rank_0(wrap, hint, _uneven, _whole)
     yield Property("gather_full_parameters() returns rank 0's values, whole, by name")
 
     wrapped = wrap(_Layers(seed=0))
@@ -138,12 +144,32 @@ def _forward(wrap: Wrap) -> Findings:
         yield "after forward, parameters() are not the shards any more. Put them back behind each layer."
     if not close(outputs, _Layers(seed=0)(tokens)):
         yield "its forward is not the module's. Does every layer compute with its own, whole weight?"
+    with torch.no_grad():
+        outputs = wrap(_uneven(0))(tokens)
+    if not close(outputs, _uneven(0)(tokens)):
+        yield "with 61 rows its forward is not the module's. Compute with the weight's own rows, no padding."
     yield Property("forward computes with the whole weights, and leaves the shards in place")
+
+    wrapped = wrap(_Layers(seed=0), compute_dtype=_LOW)
+    with torch.no_grad(), observed() as sent:
+        wrapped(tokens)
+    for mistake in _sent_in_another_dtype(sent):
+        yield f"{_IN_LOW}, {mistake}"
+    yield Property(f"{_IN_LOW}, weights are cast before they are gathered")
+
+
+def _sent_in_another_dtype(messages: Sequence[Message]) -> Iterator[str]:
+    for message in messages:
+        layer = _gathered(message)
+        if layer and message.dtype != _LOW:
+            yield f"{layer!r} is gathered in {message.dtype}. Cast the shard before it is sent."
 
 
 def _backward(wrap: Wrap) -> Findings:
     hint = " Does each rank get the rows of its shard, and does backward compute with the whole weights?"
     yield from shared.gradients(wrap, hint, _Layers, _whole)
+    yield from _uneven_step(wrap)
+    yield from shared.gradients(wrap, hint, _uneven, _whole)
     yield Property(
         "every .grad has its parameter's shape and dtype, and is the mean over the ranks"
     )
@@ -160,6 +186,22 @@ def _backward(wrap: Wrap) -> Findings:
     yield from _stale(wrap)
     how = "the weights follow one process that has the whole batch"
     yield from shared.follow(wrap, how, make=_Layers, weights=_whole)
+
+
+def _uneven_step(wrap: Wrap) -> Iterator[str]:
+    """What a step with rows that the ranks cannot share equally raises."""
+    wrapped = wrap(_uneven(0))
+    raised = ""
+    with observed() as sent:
+        try:
+            one_step(wrapped)
+        except (RuntimeError, ValueError) as error:
+            said = str(error).rpartition("] ")[2]
+            raised = f"{type(error).__name__}: {said.strip():.90}."
+            for message in sent:
+                message.waited_for = True  # it may never have left
+    if raised:
+        yield f"with 61 rows a step fails, {raised} Pad what is sent with zeros, to equal shares."
 
 
 def _stale(wrap: Wrap, dtype: torch.dtype | None = None) -> Iterator[str]:
@@ -259,24 +301,41 @@ def _prefetch(wrap: Wrap) -> Findings:
     name = "the all-gathers are under way before they are needed, at most two layers ahead"
     wrapped = wrap(_Layers(seed=0))
     events = list[str]()
+    # Gathered for a layer that has not been reached yet in this pass, and those of them waited for too early.
+    ahead = dict[str, Message]()
+    early = dict[str, str]()
 
     def on_message(message: Message) -> None:
         layer = _gathered(message)
         if layer:
             events.append(f"{'gather' if message.is_async else 'wait'} {layer}")
+            ahead[layer] = message
 
     def on_enter(layer: str, *_: Any) -> None:
         events.append(f"enter {layer}")
 
+    def on_reached(layer: str, *_: Any) -> None:
+        """Called behind the wrapper's own hook, when the layer is about to compute."""
+        ahead.pop(layer, None)
+        for other, message in ahead.items():
+            if message.waits:
+                early.setdefault(other, layer)
+
+    def on_back(layer: str) -> None:
+        events.append(f"back {layer}")
+        on_reached(layer)
+
     def on_result(layer: str, module: nn.Module, inputs: Any, result: Tensor) -> None:
-        result.register_hook(lambda _: events.append(f"back {layer}"))
+        result.register_hook(lambda _: on_back(layer))
 
     for layer in LAYERS:
         module = getattr(wrapped.module, layer)
         module.register_forward_pre_hook(partial(on_enter, layer), prepend=True)
+        module.register_forward_pre_hook(partial(on_reached, layer))
         module.register_forward_hook(partial(on_result, layer))
     for step in range(2):
-        events.clear()
+        for noted in (events, ahead, early):
+            noted.clear()
         wrapped.zero_grad()
         with observed(on_message):
             one_step(wrapped, step)
@@ -284,6 +343,9 @@ def _prefetch(wrap: Wrap) -> Findings:
         reason = "not watched (its gathers are no all-gathers of torch.distributed)"
         yield Property(name, None, reason)
         return
+    for other, layer in early.items():
+        own = f"Before {layer!r} computes, wait for its own gather alone."
+        yield f"the all-gather of {other!r} is waited for before {layer!r} computes, hidden by nothing. {own}"
     turn = next(i for i, event in enumerate(events) if event.startswith("back"))
     before = events[:turn]
     after = events[turn:]
@@ -321,10 +383,7 @@ def _imprecise(wrap: Wrap) -> Iterator[str]:
     yield from shared.wrong_kinds(wrapped)
     if computed and computed[0] != _LOW:
         yield f"the layers compute in {computed[0]}. Gather into a tensor of compute_dtype."
-    for message in messages:
-        layer = _gathered(message)
-        if layer and message.dtype != _LOW:
-            yield f"{layer!r} is gathered in {message.dtype}. Cast the shard before it is sent."
+    yield from _sent_in_another_dtype(messages)
     for name, shard in shards.items():
         if shard.dtype != torch.float32:
             yield f"the shard of {name!r} is {shard.dtype}, not float32."
