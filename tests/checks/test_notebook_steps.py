@@ -239,11 +239,20 @@ WRONG = {
     ],
     "55": [
         ("slice_of", 'dim=1 if name == "w2" else 0', "dim=0", "w2 keeps columns"),
-        ("Sum", "return grad, None", "return 2 * grad, None", "backward is 1 times the gradient"),
-        ("SumGradient", "return x.view_as(x)", "return 2 * x", "forward is 1 times the input"),
+        ("slice_of", "[rank]", "[-1 - rank]", "lie in a row"),
+        ("Sum", "return grad, None", "return 2 * grad, None", "Sum, backward: this rank's own"),
+        ("Sum", "(total, group=group)", "(total)", "use the group"),
+        ("SumGradient", "return x.view_as(x)", "return 2 * x", "SumGradient, forward: this rank's own"),
         ("TensorParallelSwiGLU", "x = SumGradient.apply(x, self.group)", "pass", "this rank's slice"),
         ("sequence_bytes", '"backward": 3', '"backward": 2', "half as much again"),
-        ("GatherLinear", "scattered(grad @ weight, ctx.group)", "(grad @ weight)[: len(x)]", "not sliced"),
+        ("GatherLinear", "scattered(grad @ weight, ctx.group)", "2 * (grad @ weight)[:len(x)]", "not sliced"),
+        ("GatherLinear", "whole = gathered(x, ctx.group)", "whole = x", "gather again"),
+        (
+            "GatherLinear",
+            "return gathered(x, group) @",
+            "ctx.whole = gathered(x, group)\n        return ctx.whole @",
+            "is not kept",
+        ),
     ],
     "56": [
         ("largest_in_sequence", "left.subs(X, x)", "left", "is Y what X leaves"),
