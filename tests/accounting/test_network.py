@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cs336_systems.accounting.network import SIMULATED, Links, Task, collective_finish, run_tasks
+from cs336_systems.accounting.network import SIMULATED, Links, collective_finish
 
 DEVICES = st.integers(1, 40)
 BYTES = st.floats(0, 1e9)
@@ -64,32 +64,3 @@ def test_nobody_has_the_sum_before_the_last_has_come(n, late):
     alone = collective_finish("all_reduce", SIZE, (n,), LINKS).max()
     assert finish.min() >= late
     assert finish.max() <= late + alone * (1 + 1e-12)
-
-
-def test_tasks_wait_for_their_lane_and_for_each_other():
-    message = {"collective": "all_reduce", "message_bytes": SIZE}
-    tasks = [
-        Task("backward 2", "compute", 10.0),
-        Task("sum 2", "x", after=("backward 2",), **message),
-        Task("backward 1", "compute", 10.0),
-        Task("sum 1", "x", after=("backward 1",), **message),
-    ]
-    timeline = run_tasks(tasks, (4,), LINKS)
-    message_s = 6 * HOP + 1.5 * SIZE / RATE  # a start for each hop, and 2 (n - 1) / n of the bytes
-    begins = 10.0 + message_s  # the link was taken
-    start, end = timeline["sum 1"]
-    assert start == pytest.approx(np.full(4, begins))
-    assert end == pytest.approx(np.full(4, begins + message_s))
-
-
-def test_a_slow_device_delays_everybody_by_what_it_is_late():
-    message = {"collective": "all_reduce", "message_bytes": SIZE}
-    tasks = [
-        Task("forward", "compute", 10.0),
-        Task("sum", "x", after=("forward",), **message),
-    ]
-    slowness = np.ones(16)
-    _, even = run_tasks(tasks, (16,), LINKS)["sum"]
-    slowness[5] = 1.5
-    _, uneven = run_tasks(tasks, (16,), LINKS, slowness=slowness)["sum"]
-    assert uneven.max() == pytest.approx(even.max() + 5.0)

@@ -22,7 +22,7 @@ from cs336_systems.accounting.model_memory import (
     activation_bytes, block_activation_breakdown, head_activation_breakdown, parameter_bytes, peak_bytes,
     peak_phases,
 )  # fmt: skip
-from cs336_systems.accounting.network import Links, Task, collective_finish, run_tasks
+from cs336_systems.accounting.network import Links, collective_finish
 
 
 def __getattr__(name: str) -> object:

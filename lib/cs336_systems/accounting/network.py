@@ -1,4 +1,4 @@
-"""Devices and links, simulated round by round: when each device has its collective, its layer, its step.
+"""Devices and links, simulated round by round: when each device has its collective.
 
 The devices form a mesh, an array of their clocks. In a round of a collective each sends over its own link to
 the next one along an axis. A message starts when both ends have come to its round; the sender goes on when
@@ -89,54 +89,3 @@ def _rounds(clocks: np.ndarray, size: float, times: int, links: Links, axis: int
         if (took == took.flat[0]).all():
             return clocks + (times - done) * took
     return clocks
-
-
-@dataclass(frozen=True)
-class Task:
-    """A piece of a step: computing for some seconds, or a collective around rings.
-
-    Attributes:
-        name: told apart by it.
-        lane: tasks of one lane run in their order: "compute", or what shares links, as "x" and "y".
-        seconds: of computing, without a collective.
-        collective, message_bytes, axis: as in `collective_finish`.
-        after: names of tasks listed before it that it waits for.
-    """
-
-    name: str
-    lane: str
-    seconds: float = 0.0
-    collective: str | None = None
-    message_bytes: float = 0.0
-    axis: int = 0
-    after: tuple[str, ...] = ()
-
-
-def run_tasks(
-    tasks: Sequence[Task], mesh: Sequence[int], links: Links | Sequence[Links], *,
-    slowness: float | np.ndarray = 1.0,
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:  # fmt: skip
-    """Start and end of every task on every device, in seconds: arrays of the mesh's shape, by task.
-
-    Args:
-        slowness: what a device's seconds of computing are multiplied by; an array with one larger entry has
-            one slow device.
-    """
-    mesh, links = _checked_mesh(mesh, links)
-    if not np.all(np.asarray(slowness) > 0):
-        raise ValueError(f"slowness is {np.min(slowness):g}; allowed: above 0")
-    timeline: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    free: dict[str, np.ndarray] = {}
-    for task in tasks:
-        ends = [timeline[name][1] for name in task.after]
-        ends.append(free.get(task.lane, np.zeros(mesh)))
-        start = np.max(ends, axis=0)
-        if task.collective:
-            end = collective_finish(
-                task.collective, task.message_bytes, mesh, links, axis=task.axis, ready=start
-            )
-        else:
-            end = start + task.seconds * slowness
-        timeline[task.name] = (start, end)
-        free[task.lane] = end
-    return timeline
