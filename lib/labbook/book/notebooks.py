@@ -43,7 +43,7 @@ _LIMITS = {
     "power_of_two": (lambda number, _: number & (number - 1) == 0, "a power of two"),
     "multiple_of": (lambda number, limit: limit <= 0 or number % limit == 0, "a multiple of {}"),
 }
-_RULE = {"words", "by", "also", "may_be_empty"}.union(_LIMITS)
+_RULE = {"text", "words", "by", "also", "may_be_empty"}.union(_LIMITS)
 
 
 class BatchError(ValueError):
