@@ -1,7 +1,7 @@
 """Steps' checkers accept right solutions written differently and refuse wrong ones.
 
-tests/solutions/NN.py has them. Of each step `make test` tries the right ones and one wrong one, the first right
-one twice in a row; `make solutions` tries all, each twice.
+tests/solutions/NN.py has them. Of each step `make test` tries the right ones, the first of them twice,
+and one wrong one; `make solutions` tries all, each twice.
 """
 
 import os
