@@ -92,14 +92,17 @@ def test_names_what_is_wrong(wrong, message):
 
 
 def test_a_first_tile_that_weighs_nothing_is_asked_of_libraries():
-    in_tiles = written("24", "forward_in_tiles").made(
-        "torch.finfo(torch.float32).min", "-torch.inf"
-    )
+    attend = written("24", "attend_tile").made("torch.finfo(torch.float32).min", "-torch.inf")
     how = {"backward": False, "device": "cpu"}
-    check_attention(lambda *inputs: in_tiles(*inputs)[0], cases=BASIC[:1], **how)
+
+    def in_tiles(q, k, v, is_causal):
+        output, _ = attend(q, k, v, 0, is_causal, 16)
+        return output
+
+    check_attention(in_tiles, cases=BASIC[:1], **how)
     padding = [AttentionCase("padding first", n_keys=400, n_padding=260)]
     with pytest.raises(AssertionError, match=r"not finite: .* subtract 0"):
-        check_attention(lambda *inputs: in_tiles(*inputs)[0], cases=padding, **how)
+        check_attention(in_tiles, cases=padding, **how)
 
 
 @pytest.mark.parametrize(

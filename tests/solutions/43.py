@@ -172,7 +172,6 @@ WRONG = {
         "side by side": [("torch.cat(parts)", "torch.cat(parts, dim=1)")],
     },
     "ForwardFSDP": {
-        "waits at once": [("async_op=True)", "async_op=True)\n        weight.work.wait()")],
         "does not wait": [("        wanted[0].work.wait()\n", "")],
         "asks again": [("if weight.work is None", "if True")],
         "forgets that it is there": [
