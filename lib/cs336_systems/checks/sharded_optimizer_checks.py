@@ -247,5 +247,5 @@ def _unshared(shares: list[int], whole: int) -> Iterator[str]:
     if sum(shares) < 0.99 * whole:
         yield f"the ranks keep {sum(shares)} bytes of states, one optimizer {whole}. Is all owned?"
     most = max(shares)
-    if most > 0.75 * whole:
+    if most > 1.5 * whole / len(shares):
         yield f"rank {shares.index(most)} keeps {most / whole:.0%} of the states. Share them by bytes."

@@ -97,7 +97,7 @@ def backends_here(backend: str, world_sizes: Iterable[int]) -> dict[int, str]:
             chosen[world_size] = choose_backend(backend, world_size)
             gpus = torch.cuda.device_count()
             too_few = backend == "auto" and 0 < gpus < world_size
-            why = f" on the CPU, as this machine has {gpus} GPUs" if too_few else ""
+            why = f" on the CPU, as this machine has {gpus} of {world_size} GPUs" if too_few else ""
             print(f"world size {world_size}: {chosen[world_size]}{why}")
         except ValueError as error:
             print(f"world size {world_size}: not possible here ({error})")
