@@ -12,7 +12,7 @@ _NAMES = {  # by their module, which is imported when one is used
     "machine": "MachineCard load_card machine_card watched_clocks why_no_compile why_no_memory why_no_tf32 "
     "why_not",
     "page": "Page",
-    "plots": "bars heatmap lines spans stacked_bars",
+    "plots": "bars lines spans stacked_bars",
     "project": "configure",
     "ranks": "one_step_ms slowest",
     "rows": "RowError load_rows published save_rows",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby, permutations, product
+from itertools import groupby, product
 from types import MappingProxyType
 from typing import Any
 
@@ -28,8 +28,6 @@ from labbook.timing import Timing
 
 TIMEOUT_S = 3600  # of one start of processes
 _ALSO = {"warmup_steps": 1, "steps": 5}  # of the steps beside the one that a row is about
-# How much one step does: a pass of a higher level contains those below, so it cannot be faster.
-_PASS_LEVEL = {"forward": 0, "backward": 0, "forward_backward": 1, "train_step": 2}
 
 
 class Case(dict):
@@ -176,22 +174,16 @@ def _measured(
 
 
 def _timed_in_process(group: list[Case], setup: Setup, options: Mapping[str, Any]) -> list[Row]:
-    """All are timed again, twice at most, while a pass is faster than a part of it.
-
-    Then something else took the machine during one of them, on a shared CPU not seldom.
-    """
+    """The same; what runs out of memory is a row."""
     first = group[0]
     steps, failure = _attempt(partial(setup, first), first.device, options["errors"])
     if failure:
         return [_row(case, failure) for case in group]
-    for _ in range(3):
-        rows = []
-        for case in group:
-            timed = partial(_timed, case, steps, options)
-            row, failure = _attempt(timed, case.device, options["errors"])
-            rows.append(_row(case, failure) if failure else row)
-        if not _contradict(rows):
-            break
+    rows = []
+    for case in group:
+        timed = partial(_timed, case, steps, options)
+        row, failure = _attempt(timed, case.device, options["errors"])
+        rows.append(_row(case, failure) if failure else row)
     return rows
 
 
@@ -225,15 +217,6 @@ def _timed(
     if step.values:
         values |= step.values()
     return _row(case, times, values)
-
-
-def _contradict(rows: Iterable[Row]) -> bool:
-    """Whether a pass took less than one that it contains, by more than the spread of their steps."""
-    timed = [(_PASS_LEVEL.get(row.get("pass"), 0), row) for row in rows if "p50_ms" in row]
-    return any(
-        level < higher and whole["p80_ms"] < part["p20_ms"]
-        for (level, part), (higher, whole) in permutations(timed, 2)
-    )
 
 
 def _over_ranks(groups: list, setup: Setup, options: dict, start: Callable) -> Iterator[list[Row]]:

@@ -399,23 +399,17 @@ def _statement(node: ast.stmt) -> Code:
 def _behind(
     sources: tuple[str, ...], parameters: frozenset[str], cells: range, rooms: tuple[str, ...]
 ) -> dict[str, str]:
-    """What the statements that save rows in these cells depend on; also calls of functions that save."""
+    """What the statements that save rows in these cells depend on."""
     walk = _Walk(rooms)
     before: list[Code] = []
-    tables_of: dict[str, list[str]] = {}  # of the functions that save
     for cell, source in enumerate(sources):
         needed: set[int] = set()
         tables: list[str] = []
         for code in statements(source):
             before.append(code)
-            saved = list(code.tables)
-            for name in sorted(code.looks_up):
-                saved += tables_of.get(name, [])
-            if saved and code.has_functions and code.binds:
-                tables_of |= dict.fromkeys(code.binds, saved)
-            elif saved and cell in cells:
+            if code.tables and cell in cells:
                 needed |= _needed(before, parameters)
-                tables += saved
+                tables += code.tables
         if needed:
             codes = [before[place] for place in sorted(needed)]
             walk.follow(codes)

@@ -2,8 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -39,17 +38,17 @@ class Evidence:
         """This machine's rows that the code of the running cell measured."""
         return rows_of(self.code(), load_rows(self._slug, self._machine, table), self._machine)
 
-    def measured(self, table: str, steps: int) -> "Measured":
-        """The cases that need not be measured again; none with $LABBOOK_AGAIN set."""
-        keys = tuple(schema().tables[table].keys)
+    def measured(self, table: str, steps: int) -> Callable[[Mapping[str, Any]], bool]:
+        """Tells of a case whether it need not be measured again; none with $LABBOOK_AGAIN set."""
         if os.environ.get("LABBOOK_AGAIN"):
-            return Measured(keys, frozenset())
+            return lambda case: False
+        keys = schema().tables[table].keys
         rows = self.rows(table)
         rows = rows[rows["status"] == "ok"]  # memory may be free now, a compiler installed
         if "steps" in rows:
             rows = rows[rows["steps"].fillna(steps) >= steps]
-        points = [_point(row, keys) for row in rows.to_dict("records")]
-        return Measured(keys, frozenset(points))
+        points = {_point(row, keys) for row in rows.to_dict("records")}
+        return lambda case: _point(case, keys) in points
 
     def age(self, machine: str) -> str:
         """How many of a machine's rows are of today's code, and what the others are; "" without rows."""
@@ -59,17 +58,6 @@ class Evidence:
             counts[reason_old(record) or "of today's code"] += count
         parts = [f"{count:,} {reason}" for reason, count in counts.most_common()]
         return f"rows of {machine}: {'; '.join(parts)}" if parts else ""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Points of a table's grid: a case is in it that has the same keys."""
-
-    keys: tuple[str, ...]
-    points: frozenset[tuple]
-
-    def __contains__(self, case: Mapping[str, Any]) -> bool:
-        return _point(case, self.keys) in self.points
 
 
 def _point(row: Mapping[str, Any], keys: Iterable[str]) -> tuple:
@@ -82,8 +70,6 @@ def reason_old(record: Record | None) -> str:
     """Why the rows of a run are not of today's code; "" if they are."""
     if record is None:
         return "of a run that is not known"
-    if record.historical:
-        return f"historical, {record.historical}"
     if not record.code:
         return "from before code was recorded"
     notebook = code.notebook_of(record.slug)

@@ -3,9 +3,8 @@
 import json
 import os
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +63,15 @@ def write_record(path: Path, record: Any) -> None:
     write_atomically(path, json.dumps(asdict(record), indent=1, default=str) + "\n")
 
 
-def read_record(path: Path, kind: Callable[..., Any]) -> Any:
-    """The dataclass in a JSON file. Raises ValueError: the file is damaged, in a sentence that names it."""
+def read_record(path: Path, kind: type) -> Any:
+    """The dataclass in a JSON file, without fields that it no longer has.
+
+    Raises ValueError: the file is damaged, in a sentence that names it.
+    """
+    names = [each.name for each in fields(kind)]
     try:
-        return kind(**json.loads(path.read_text(encoding="utf-8")))
+        written = json.loads(path.read_text(encoding="utf-8"))
+        return kind(**{name: value for name, value in written.items() if name in names})
     except (ValueError, TypeError, AttributeError) as error:
         name = "/".join(path.parts[-3:])
         message = f"{name} is damaged ({error}); restore it from git, or remove it"

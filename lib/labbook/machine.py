@@ -105,12 +105,9 @@ def load_card(slug: str) -> MachineCard:
 
 def gpu_of(slug: str) -> str:
     """The GPU of a machine, as its card has it; without one, that of this machine."""
-    return load_card(slug).gpu if slug in machines() else gpu_names()[0]
-
-
-def gpu_names() -> list[str]:
-    """Names of the GPUs here, as rows have them: the one that "auto" means, then "none", the CPU."""
-    return [torch.cuda.get_device_name(), "none"] if torch.cuda.is_available() else ["none"]
+    if slug in machines():
+        return load_card(slug).gpu
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
 
 
 def versions() -> dict[str, str]:

@@ -15,7 +15,6 @@ from labbook.labels import column_label, significant, value_label, with_derived
 from labbook.machine import MachineCard, load_card, machine_card
 from labbook.project import project
 from labbook.rows import load_rows, published, save_rows
-from labbook.runs import Run, load_run
 from labbook.tables import row_lines, show
 
 
@@ -40,7 +39,6 @@ class Page:
         self.reference_card: MachineCard = load_card(self.reference)
         self.evidence = Evidence(slug, self.card.slug, parameters)
         self.run = self.evidence.run
-        self.code = self.evidence.code
         self._printed: set[str] = set()
         self._print(self.card.line())
         machines = {self.reference} | set(project().committed)
@@ -53,21 +51,8 @@ class Page:
         """The rows of a table on the reference machine, or on another one that is named.
 
         slug: of another notebook's problem.
-        Prints, once, how many of the reference machine's rows are historical, and why.
         """
-        rows = load_rows(slug or self.slug, machine or self.reference, table)
-        if machine is None:
-            self._print_historical(rows, table)
-        return with_derived(rows)
-
-    def _print_historical(self, rows: pd.DataFrame, table: str) -> None:
-        reasons = {}
-        for name in rows["run"].dropna().unique():
-            record = load_run(self.reference, name)
-            reasons[name] = record.historical if record else ""
-        reason = rows["run"].map(reasons)
-        for text, count in reason[reason.astype(bool)].value_counts().items():
-            self._print(f"{table}: {count:,} of {len(rows):,} rows are historical, {text}")
+        return with_derived(load_rows(slug or self.slug, machine or self.reference, table))
 
     def rows(self, table: str, slug: str | None = None) -> pd.DataFrame:
         """The rows of a table on this machine, of another notebook's problem if a slug is given."""
@@ -91,20 +76,10 @@ class Page:
         numbers = both[["theirs", "ours", "ratio"]].map(significant)
         show(both.assign(**numbers), caption, folded=True)
 
-    def save(
-        self,
-        rows: Iterable[Mapping[str, Any]],
-        table: str,
-        slug: str | None = None,
-        machine: str | None = None,
-    ) -> None:
-        """Save rows as this machine's, and print what came out, a line for each that says something new.
-
-        machine: another name for where they were made.
-        """
+    def save(self, rows: Iterable[Mapping[str, Any]], table: str) -> None:
+        """Save rows as this machine's, and print what came out, a line for each that says something new."""
         rows = list(rows)
-        run = self.run if machine is None else Run(self.slug, machine, executed=self.code)
-        save_rows(rows, slug or self.slug, table, machine or self.card.slug, run)
+        save_rows(rows, self.slug, table, self.card.slug, self.run)
         # Saved again with more columns, a row says the same.
         for line in row_lines(rows, table):
             self._print(line)
@@ -118,25 +93,23 @@ class Page:
         was interrupted continues; with $LABBOOK_AGAIN set none is.
         """
         cases = list(cases)
-        measured = self.evidence.measured(table, options.get("steps", 0))
-        options |= {"kept": measured.__contains__, "device": self.device}
+        is_measured = self.evidence.measured(table, options.get("steps", 0))
+        options |= {"kept": is_measured, "device": self.device}
         for rows in bench.measure(cases, setup, **options):
             for row in rows:
                 for other, more in row.pop("tables", {}).items():
                     self.save(more, other)
             self.save(rows, table)
-        left_out = sum(case in measured for case in cases)
+        left_out = sum(map(is_measured, cases))
         if left_out:
             print(f"{left_out} of {len(cases)} cases are on record, measured by this code")
 
-    def figure(
-        self, figure: Any, stem: str, *, here: bool = False, machine: str | None = None
-    ) -> Any:
+    def figure(self, figure: Any, stem: str, *, here: bool = False) -> Any:
         """Write a figure to `figures/<machine>/<slug>/<stem>.png` and `.svg`, and hand it back to be shown.
 
-        here, machine: drawn from this machine's rows, or a named one's, not the reference machine's.
+        here: not of the reference's rows, but of this machine's, or of values computed on the spot.
         """
-        machine = self.card.slug if here else machine or self.reference
+        machine = self.card.slug if here else self.reference
         folder = make_folder(figures_dir() / machine / self.slug)
         write_atomically(folder / f"{stem}.png", figure.png())
         write_atomically(folder / f"{stem}.svg", figure.svg())

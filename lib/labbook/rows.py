@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labbook import machine as here
 from labbook import runs
 from labbook.files import figures_dir, find, locked, make_folder, write_atomically
 from labbook.schema import Table, schema
@@ -64,7 +63,6 @@ def save_rows(
     records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows
     batch = [checked(row, table, f"{where}, rows[{i}]", machine) for i, row in enumerate(records)]
     _refuse_duplicates(batch, table, where)
-    _refuse_another_gpu(machine, where)
     if not batch:
         return path
     make_folder(path.parent)
@@ -130,7 +128,7 @@ def published(name: str) -> pd.DataFrame:
 def checked(record: Mapping[str, Any], table: str, where: str, machine: str) -> Row:
     """The record with each value as its column stores it; empty ones are left out.
 
-    An empty value may be given for a column that only other tables have.
+    An empty value may be given for a column that the table does not have.
     Raises RowError: one sentence: where, what was given, what is allowed.
     """
     columns = schema().tables[table]
@@ -158,9 +156,7 @@ def _check_names(record: Mapping[str, Any], columns: Table, where: str, machine:
         raise RowError(f"{where}: {message}")
     for name in [name for name in record if name not in columns.types and name != "machine"]:
         value = record[name]
-        is_gap = isinstance(value, float) and math.isnan(value)  # of a frame with more columns
-        is_empty = value in (None, "") and name in schema().keys + schema().values
-        if not (is_gap or is_empty):
+        if value not in (None, "") and not pd.isna(value):  # of a frame with more columns
             allowed = ", ".join(list(columns.types)[:-1])
             raise RowError(f"{where}: there is no column {name!r}; allowed: {allowed}")
 
@@ -207,14 +203,6 @@ def _refuse_duplicates(batch: Sequence[Row], table: str, where: str) -> None:
         if key in seen:
             raise RowError(f"{where}, rows[{number}]: duplicate key {key}; allowed: once")
         seen.add(key)
-
-
-def _refuse_another_gpu(machine: str, where: str) -> None:
-    names = here.gpu_names()
-    gpu = here.gpu_of(machine)
-    if gpu not in names:
-        allowed = ", ".join(names)
-        raise RowError(f"{where}: {machine!r} has the GPU {gpu!r}; allowed here: {allowed}")
 
 
 # The file.

@@ -38,15 +38,12 @@ class Record:
     python: str = ""
     cuda: str = ""
     nccl: str = ""
-    nccl_group: str = ""  # PyTorch's process group behind backend "nccl"
     gpu_state: dict[str, str] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     commit: str = "unknown"
     measured_at: list[str] = field(default_factory=list)  # first, last
     parameters: dict[str, Any] = field(default_factory=dict)
     code: dict[str, str] = field(default_factory=dict)
-    kernels: str = ""  # of a run from before code was recorded: a digest of attention's kernels
-    historical: str = ""  # why its rows cannot be measured again with this repository
 
 
 @dataclass
@@ -91,14 +88,7 @@ class Run:
             record.gpu_state = machine.gpu_state()
             if dist.is_nccl_available():
                 record.nccl = ".".join(map(str, torch.cuda.nccl.version()))
-                record.nccl_group = _nccl_group()
         return record
-
-
-def _nccl_group() -> str:
-    """Two of them call NCCL: from torch 2.15 on backend "nccl" is the second, if not switched off."""
-    is_second = hasattr(dist, "ProcessGroupNCCL2") and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"
-    return "ProcessGroupNCCL2" if is_second else "ProcessGroupNCCL"
 
 
 def _settings() -> dict[str, str]:

@@ -122,21 +122,6 @@ def test_what_a_learner_has_not_written_yet_is_no_row():
         in_process(grid(size=1), lambda case: {"": Step(stub)}, errors=Exception)
 
 
-def test_a_pass_faster_than_its_part_is_timed_again_of_the_same_set_up():
-    set_up = []
-    naps_s = iter([0.02, 0.001, 0.001, 0.02])
-
-    def setup(case):
-        set_up.append(case.size)
-        return {case.pass_: nap, "forward_backward": nap}
-
-    nap = Step(lambda: time.sleep(next(naps_s)))
-    cases = grid(size=1, pass_=["forward", "forward_backward"])
-    part, whole = in_process(cases, setup, warmup_steps=0, steps=1)
-    assert part["p50_ms"] < whole["p50_ms"]
-    assert set_up == [1]
-
-
 def test_what_cannot_run_is_skipped_with_its_reason_and_what_is_on_record_is_left_out():
     def setup(case):
         return {"": Step(list)}

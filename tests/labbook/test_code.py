@@ -232,14 +232,6 @@ def test_of_a_notebook_counts_what_its_saving_cells_use(of, cell, old, new, matt
     assert bool(code.changed(of(*CELLS), of(*after))) == matters
 
 
-@pytest.mark.parametrize(("old", "new"), [("rows * 2", "rows * 3"), ("append(1)", "append(2)")])
-def test_a_function_that_saves_counts_where_it_is_called(of, old, new):
-    keep = "def keep(rows):\n    page.save(scaled(rows), 'accumulation')\n"
-    keep += "def scaled(rows):\n    return rows * 2"
-    cells = CELLS[:2] + [keep, "rows = []\nrows.append(1)\nkeep(rows)"]
-    assert code.changed(of(*cells), of(*(cell.replace(old, new) for cell in cells)))
-
-
 def test_executed_cells_have_the_hashes_of_the_notebook(of, monkeypatch):
     monkeypatch.setattr(code.psutil.Process, "create_time", lambda process: 1e12)
     written = of(*CELLS)

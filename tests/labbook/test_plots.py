@@ -10,7 +10,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
-from labbook import bars, heatmap, lines, spans, stacked_bars
+from labbook import bars, lines, spans, stacked_bars
 from labbook.style import BLUE, GREEN, VERMILLION, WINE
 
 BY_CONTEXT = {"x": "context_length", "hue": "implementation"}
@@ -29,12 +29,10 @@ def shares() -> pd.DataFrame:
 
 @pytest.fixture
 def every_kind(rows, shares):
-    down_and_across = ("implementation", "context_length")
     stacks = {"share": True, "facet": "range"}
     return {
         "lines": lines(rows, **BY_CONTEXT, title="Lines"),
         "bars": bars(rows, **BY_CONTEXT, title="Bars"),
-        "heatmap": heatmap(rows, *down_and_across, title="Heat map"),
         "stacked": stacked_bars(shares, "context_length", title="Shares", **stacks),
         "empty": lines(rows.iloc[:0], **BY_CONTEXT, title="Empty"),
     }
@@ -100,32 +98,28 @@ def test_words_stand_at_equal_distances_and_numbers_are_plain():
 
 
 def test_why_there_is_no_number_is_written_on_every_kind(every_kind, rows):
-    for kind in ("lines", "bars", "heatmap"):
+    for kind in ("lines", "bars"):
         assert "OOM" in texts(every_kind[kind]), kind
     assert "OOM" in texts(lines(rows[rows["status"] == "oom"], **BY_CONTEXT))
     marks = every_kind["lines"].axes[0].texts
     (cross,) = [mark for mark in marks if mark.get_text() == "×"]
     assert to_hex(cross.get_color()) == PLAIN
     assert cross.xy[0] == 1024
-    assert "–" in texts(heatmap(rows.iloc[1:], "implementation", "context_length", fmt="{:.1f}"))
+    assert "–" in texts(bars(rows.drop(columns="status"), **BY_CONTEXT))
     assert any("cs336_systems run" in text for text in texts(every_kind["empty"]))
 
 
 def test_rows_in_one_place_are_refused(rows):
-    for draw in (lines, bars, lambda frame, x, hue: heatmap(frame, hue, x)):
+    for draw in (lines, bars):
         with pytest.raises(ValueError, match=r"differ in .*batch_size"):
             draw(pd.concat([rows, rows.assign(batch_size=4)]), **BY_CONTEXT)
 
 
-def test_bars_and_cells_have_their_values(rows):
+def test_bars_have_their_values(rows):
     chart = bars(rows, **BY_CONTEXT)
     assert np.nan_to_num(heights(chart)[PLAIN]).tolist() == [1.0, 4.0, 0.0]
     assert heights(chart)[COMPILED] == [0.5, 1.0, 8.0]
     assert {"4.00", "8.00", "OOM"} <= texts(chart)
-    both = pd.concat([rows, rows.assign(dtype="bfloat16")]).fillna({"dtype": "float32"})
-    for axes in heatmap(both, "implementation", "context_length", facet="dtype", middle=1).axes:
-        cells = [text.get_text() for text in axes.texts]
-        assert sorted(cells) == ["0.500", "1.00", "1.00", "4.00", "8.00", "OOM"]
 
 
 def test_stacks_add_up_ranges_to_their_whole(shares):
@@ -186,11 +180,5 @@ def test_a_picture_does_not_follow_the_users_style(rows):
 @pytest.mark.parametrize("zero", [(0.0, 9.0), (1.0, 0.0)])
 def test_a_zero_is_on_a_logarithmic_axis(zero):
     points = pd.DataFrame([zero, (10.0, 4.0), (100.0, 6.0)], columns=["bucket_size_mb", "p50_ms"])
-    axes = lines(points, "bucket_size_mb", band=None).axes[0]
+    axes = lines(points, "bucket_size_mb").axes[0]
     assert axes.viewLim.contains(*zero)
-
-
-def test_a_heat_map_without_a_logarithm_is_refused():
-    tiles = pd.DataFrame({"block_m": [32, 64], "block_n": 32, "p50_ms": [0.0, 1.0]})
-    with pytest.raises(ValueError, match="p50_ms is 0; allowed"):
-        heatmap(tiles, "block_m", "block_n")

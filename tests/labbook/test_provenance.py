@@ -43,26 +43,6 @@ def test_a_row_names_its_run_and_the_run_says_where_when_and_how(figures, monkey
     assert str(figures) not in (figures / MACHINE / "runs" / f"{run.name}.json").read_text()
 
 
-def test_a_run_says_which_process_group_called_nccl(monkeypatch):
-    monkeypatch.setattr(runs.machine, "gpu_of", lambda slug: "NVIDIA H100")
-    monkeypatch.setattr(runs.machine, "gpu_state", dict)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 3))
-    monkeypatch.setattr(runs.dist, "is_nccl_available", lambda: True)
-
-    def called():
-        record = runs.Run(SLUG, MACHINE).record
-        assert record.nccl == "2.29.3"
-        return record.nccl_group
-
-    monkeypatch.delattr(runs.dist, "ProcessGroupNCCL2", raising=False)
-    assert called() == "ProcessGroupNCCL"
-    monkeypatch.setattr(runs.dist, "ProcessGroupNCCL2", object, raising=False)
-    assert called() == "ProcessGroupNCCL2"
-    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "0")
-    assert called() == "ProcessGroupNCCL"
-
-
 def test_a_run_is_on_disk_before_its_rows(monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
@@ -163,15 +143,6 @@ def committed_runs() -> dict[tuple[str, str], runs.Record]:
     }
 
 
-def unmarked(records, is_known) -> list[str]:
-    """Runs of commits that git does not know, and that do not say that their rows are historical."""
-    return [
-        each.run
-        for each in records
-        if not each.historical and not is_known(each.commit.rstrip("+"))
-    ]
-
-
 def test_git_keeps_the_folders_that_are_committed():
     ignored = (project().root / ".gitignore").read_text(encoding="utf-8")
     kept = re.findall(r"^!figures/([^/\n]+)/$", ignored, re.MULTILINE)
@@ -194,21 +165,3 @@ def test_committed_rows_have_runs_and_runs_have_rows():
         record.slug in name and record.machine == machine
         for (machine, name), record in known.items()
     )
-
-
-def test_committed_rows_of_unknown_commits_are_marked():
-    def git(*arguments):
-        command = ("git", "-C", str(project().root)) + arguments
-        return subprocess.run(command, capture_output=True, text=True)
-
-    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
-        pytest.skip("git does not know the whole history here")
-
-    def is_known(commit):
-        return git("merge-base", "--is-ancestor", commit, "HEAD").returncode == 0
-
-    records = list(committed_runs().values())
-    assert unmarked(records, is_known) == []
-    historical = next(record for record in records if not is_known(record.commit))
-    historical.historical = ""
-    assert unmarked(records, is_known) == [historical.run]
