@@ -40,10 +40,6 @@ def fail_on(context, rank, how):
 
 
 def _raise():
-    raise KeyError("the culprit")
-
-
-def _raise_with_a_note():
     error = KeyError("the culprit")
     error.add_note("and what it was at")
     raise error
@@ -56,7 +52,6 @@ def _leave_children_and_hang():
 
 FAILURES = {
     "raise": _raise,
-    "raise with a note": _raise_with_a_note,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "vanish": lambda: os._exit(0),
@@ -84,28 +79,3 @@ def send_and_return(context):
     context.send({"case": 1})
     context.send({(1, 2): "no JSON"})
     return {"loss": torch.tensor(0.25)}
-
-
-def _join_slowly():
-    init = dist.init_process_group
-    joined = []
-
-    def slowly(*args, **kwargs):
-        init(*args, **kwargs)
-        time.sleep(0.5 * int(os.environ["RANK"]))
-        joined.append(time.monotonic())
-
-    dist.init_process_group = slowly
-    return joined
-
-
-class JoinsSlowly:
-    """As an argument: the last ranks take a while to join. Workers are given when they had joined."""
-
-    def __reduce__(self):
-        return _join_slowly, ()
-
-
-def times(context, joined):
-    """When this rank had joined, and when its work began."""
-    return joined[0], time.monotonic()

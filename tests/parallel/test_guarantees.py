@@ -269,33 +269,21 @@ def replace_a_layer(net):
     net.head = nn.Linear(WIDTH, 2)
 
 
-def add_a_parameter(net):
-    net.extra = nn.Parameter(torch.ones(2))
-
-
-# Of a module that is wrapped, and what is said of them.
-CHANGES = [
-    (replace_a_layer, "other parameters than when it"),
-    (add_a_parameter, "other parameters than when it"),
-    (lambda net: net.first.a.weight.requires_grad_(True), "frozen when wrapped"),
-]
-CHANGES_OF_FSDP = [
-    (lambda net: net.head.weight.requires_grad_(False), "was frozen since"),
-    (lambda net: net.head.weight.register_hook(id), "has a hook that FSDP"),
-]
+def unfreeze(net):
+    net.first.a.weight.requires_grad_(True)
 
 
 def modules_that_change_are_refused(context):
     """Before the first step or later."""
-    for (name, wrap), steps in itertools.product(ALL.items(), (0, 1)):
-        for change, words in CHANGES + CHANGES_OF_FSDP * name.startswith("fsdp"):
-            wrapped = wrap(Net("frozen"))
-            for _ in range(steps):
-                one_pass(wrapped, batch(0))
-                wrapped.zero_grad()
-            change(wrapped.module)
-            with pytest.raises((RuntimeError, ValueError), match=words):
-                one_pass(wrapped, batch(0))
+    changes = (replace_a_layer, unfreeze)
+    for wrap, change, steps in itertools.product(ALL.values(), changes, (0, 1)):
+        wrapped = wrap(Net("frozen"))
+        for _ in range(steps):
+            one_pass(wrapped, batch(0))
+            wrapped.zero_grad()
+        change(wrapped.module)
+        with pytest.raises(RuntimeError, match="replaced or unfrozen since"):
+            one_pass(wrapped, batch(0))
 
 
 def shards_are_not_copied_nor_pickled(context):
@@ -313,10 +301,8 @@ def shards_are_not_copied_nor_pickled(context):
 
 def a_wrapped_module_keeps_its_dtype_and_its_shards(context):
     wrapped = FSDP(nn.Linear(2, 2))
-    with pytest.raises(RuntimeError, match=r"wrapped, torch\.float32 on"):
+    with pytest.raises(RuntimeError, match=r"allowed: torch\.float32 on"):
         wrapped.to(torch.bfloat16)
-    with pytest.raises(ValueError, match="assign is True; allowed: False"):
-        wrapped.load_state_dict(wrapped.state_dict(), assign=True)
     state = wrapped.to(context.device).state_dict()
     raised = {name: x + 1 for name, x in state.items()}
     wrapped.load_state_dict(raised)
@@ -558,16 +544,13 @@ def layer(rows=4, bias=True, trains=True):
 def ranks_that_wrap_different_things_all_get_an_error(context):
     rank = context.rank
     first = rank == 0
-    low = torch.bfloat16 if first else None
     cases = [
         (lambda: NaiveDDP(layer(4 + rank)), "weight (4, 4)"),
         (lambda: FlatDDP(layer(bias=first)), "rank 1 has 'nothing'"),
         (lambda: NaiveDDP(layer(trains=first)), "without gradient"),
         (lambda: NaiveDDP(nn.BatchNorm1d(4) if first else nn.LayerNorm(4)), "'running_mean (4,)"),
         (lambda: (NaiveDDP if first else FlatDDP)(layer()), "'FlatDDP'"),
-        (lambda: BucketedDDP(layer(), bucket_size_mb=1 + rank), "buckets of"),
         (lambda: FSDP(layer(4 + rank)), "weight (4, 4)"),
-        (lambda: FSDP(layer(), low), "compute_dtype torch.bfloat16"),
     ]
     for make, words in cases:
         with pytest.raises(ValueError, match=re.escape(words)):
@@ -578,38 +561,15 @@ def what_cannot_be_wrapped_is_refused(context):
     mixed = nn.Sequential(layer(), layer().half())
     cases = [
         (lambda: NaiveDDP(layer(trains=False)), "no trainable parameter"),
-        (lambda: FSDP(layer(trains=False)), "no trainable parameter"),
         (lambda: FSDP(nn.LayerNorm(4)), "LayerNorm has nothing to shard; allowed: a trainable"),
         (lambda: FSDP(mixed), "torch.float16 and torch.fl"),
-        (lambda: FSDP(mixed, prefetch=3), "prefetch is 3; allowed"),
-        (lambda: FSDP(mixed, prefetch=None), "prefetch is None; allowed"),
-        (lambda: FSDP(mixed, torch.int8), "compute_dtype is torch.int8; allowed"),
         (lambda: FSDP(mixed, "bfloat16"), "compute_dtype is 'bfloat16'; allowed"),
-        (lambda: BucketedDDP(mixed, 0), "bucket_size_mb is 0"),
         (lambda: BucketedDDP(mixed, float("nan")), "bucket_size_mb is nan"),
         (lambda: BucketedDDP(mixed, "25"), "bucket_size_mb is '25'"),
     ]
     for make, words in cases:
         with pytest.raises(ValueError, match=re.escape(words)):
             make()
-
-
-def ranks_that_run_different_modules_all_get_an_error(context):
-    """And the group still works."""
-    layers = nn.ModuleList([Linear(4, 4), Linear(4, 4)])
-    FSDP(layers)
-    with pytest.raises(ValueError, match="rank 0 has 'gather 0' where rank 1 has 'gather 1'"):
-        layers[context.rank](torch.ones(1, 4))
-    layers = nn.ModuleList([Linear(4, 4), Linear(4, 4)])
-    wrapped = FSDP(layers)
-    outputs = [layer(torch.ones(1, 4)).sum() for layer in layers]
-
-    def use_what_differs():
-        sum(outputs[: 2 - context.rank]).backward()
-        wrapped.finish_gradient_synchronization()
-
-    with pytest.raises(ValueError, match="the ranks diverge"):
-        use_what_differs()
 
 
 def a_deleted_wrapper_is_freed_with_its_module(context):
@@ -658,7 +618,6 @@ PROMISES = {
     "ranks": [
         ranks_that_wrap_different_things_all_get_an_error,
         what_cannot_be_wrapped_is_refused,
-        ranks_that_run_different_modules_all_get_an_error,
     ],
     "optimizers": [
         optimizers_that_need_whole_weights_are_refused,
@@ -684,14 +643,8 @@ def fsdp_of_one_rank_computes_what_its_module_does(context):
     torch.testing.assert_close(*gradients)
 
 
-def states_of_one_rank_are_not_sharded(context):
-    with pytest.raises(ValueError, match="is 1; allowed: 2 or more"):
-        ShardedOptimizer(layer().parameters(), optim.AdamW)
-
-
 def test_on_one_rank():
-    checks = (fsdp_of_one_rank_computes_what_its_module_does, states_of_one_rank_are_not_sharded)
-    launch(run, 1, *checks, backend="gloo", timeout_s=60)
+    launch(run, 1, fsdp_of_one_rank_computes_what_its_module_does, backend="gloo", timeout_s=60)
 
 
 def test_without_a_process_group_it_is_said_what_to_do():

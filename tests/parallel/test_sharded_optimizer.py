@@ -87,7 +87,6 @@ class Counts(SGD):
 
 OPTIMIZERS = [
     (AdamW, {"amsgrad": True}),
-    (AdamW, {"foreach": False}),
     (Adagrad, {"initial_accumulator_value": 0.5}),
     (Adafactor, {}),
     (Counts, {"lr": 0.1}),
@@ -207,24 +206,19 @@ def weight(*shape):
     return nn.Parameter(torch.ones(shape))
 
 
-def wrong_arguments_are_refused_on_every_rank(context):
-    """And ranks that disagree; the group still works."""
-    rank = context.rank
-    first = rank == 0
+def wrong_arguments_are_refused(context):
+    """And, on every rank, ranks that disagree; the group still works."""
+    first = context.rank == 0
     weights = [weight(4, 4) for _ in range(3)]
-    view = nn.Parameter(weights[0].data)
     elsewhere = nn.Parameter(torch.empty(2, device="meta"))
     make = partial(ShardedOptimizer, optimizer_cls=SGD, lr=0.1)
     cases = [
         (partial(make, weights, optimizer_cls=nn.Linear), "allowed: a subclass of torch.optim."),
-        (partial(make, weights, optimizer_cls=LBFGS), "LBFGS, whose step needs a closure"),
+        (partial(make, weights, optimizer_cls=LBFGS), "LBFGS, which looks at all parameters"),
         (partial(make, weights + [elsewhere]), "allowed: with values"),
-        (partial(make, [weights[0], view]), "two parameters share their memory"),
         (partial(make, weights, bucket_size_mb=0), "bucket_size_mb is 0; allowed"),
-        (partial(make, weights if first else []), "rank 1 has 'ValueError: optimizer got an empty"),
-        (partial(make, weights[: 2 + rank]), "rank 0 has 'nothing' where rank 1 has '(4, 4)"),
+        (partial(make, weights[: 2 + first]), "rank 0 has '(4, 4)"),
         (partial(make, weights, optimizer_cls=SGD if first else AdamW), "AdamW"),
-        (partial(make, [{"params": weights, "lr": rank}]), "group {'lr': 0"),
         (partial(ReduceScatterDDP, nn.Linear(2, 2), make([weight(2)])), "has no owner"),
     ]
     for construct, words in cases:
@@ -233,28 +227,10 @@ def wrong_arguments_are_refused_on_every_rank(context):
     dist.barrier()
 
 
-def groups_are_added_on_all_ranks_or_on_none(context):
-    weights = [weight(4, 4), weight(2)]
-    optimizer = ShardedOptimizer(weights, AdamW)
-    for params, words in (
-        ([weight(2), weight(2 + context.rank)], "rank 1"),
-        (weights[:1], "more than one parameter group"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            optimizer.add_param_group({"params": params})
-    assert len(optimizer.param_groups) == 1
-    optimizer.add_param_group({"params": [weight(2)]})
-    assert len(optimizer.param_groups) == 2
-
-
-def parameters_that_change_are_noticed(context):
-    weights = [weight(4, 4), weight(2).requires_grad_(False)]
-    optimizer = ShardedOptimizer(weights, AdamW)
-    weights[1].requires_grad_().grad = torch.zeros(2)
-    with pytest.raises(RuntimeError, match="frozen when wrapped or given"):
-        optimizer.step()
-    weights[1].grad = None
-    weights[0].data = weights[0].data.clone()
+def parameters_that_are_moved_are_noticed(context):
+    moved = weight(4, 4)
+    optimizer = ShardedOptimizer([moved], AdamW)
+    moved.data = moved.data.clone()
     with pytest.raises(RuntimeError, match="no longer where the optimizer has put it"):
         optimizer.step()
 
@@ -290,9 +266,8 @@ PROMISES = [
     a_bucket_leaves_before_the_next_one_is_updated,
     weights_follow_one_process_with_either_way_to_average,
     gradients_that_are_half_reduced_are_not_added_to,
-    wrong_arguments_are_refused_on_every_rank,
-    groups_are_added_on_all_ranks_or_on_none,
-    parameters_that_change_are_noticed,
+    wrong_arguments_are_refused,
+    parameters_that_are_moved_are_noticed,
     a_state_is_loaded_by_its_own_rank,
 ]
 
@@ -305,10 +280,9 @@ def test_it_keeps_its_promises(backend, ranks):
     launch(run, ranks, *PROMISES, backend=backend, timeout_s=200)
 
 
-@pytest.mark.parametrize(("name", "edition"), [("medium", 2025), ("xl", 2025), ("xl", 2026)])
 @pytest.mark.parametrize(("world_size", "padding"), [(2, 1e-5), (3, 0.01), (8, 0.02)])
-def test_the_sizes_of_the_handout_are_partitioned_almost_evenly(name, edition, world_size, padding):
-    model = build_model(model_size(name, edition), 16, device="meta")
+def test_the_largest_size_of_the_handout_is_partitioned_almost_evenly(world_size, padding):
+    model = build_model(model_size("xl", 2026), 16, device="meta")
     tensors = list(model.parameters())
     buckets = partition_tensors(tensors, world_size, 512)
     segments = itertools.chain(*buckets)

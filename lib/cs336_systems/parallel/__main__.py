@@ -19,20 +19,12 @@ from cs336_systems.parallel.launch import BACKENDS, join
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="torchrun ... -m cs336_systems.parallel", description=__doc__
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("torchrun ... -m cs336_systems.parallel")
     parser.add_argument("worker", help="package.module:function", type=pkgutil.resolve_name)
     parser.add_argument("--arguments", default={}, type=json.loads, help="keywords, a JSON object")
     parser.add_argument("--backend", choices=BACKENDS, default="auto")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="of a collective")
-    try:
-        options = parser.parse_args()
-    except (ImportError, AttributeError) as error:
-        parser.error(str(error))
-    if not isinstance(options.arguments, dict):
-        parser.error(f'--arguments {options.arguments} is not a JSON object like {{"steps": 5}}')
+    options = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("there is no RANK in the environment: start it with torchrun")
     context = join(options.backend, _show, options.timeout_s)

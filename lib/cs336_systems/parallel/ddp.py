@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from cs336_systems.parallel import guards
 
@@ -67,8 +68,8 @@ class DataParallel(nn.Module):
     would in one process. Buffers are not synchronised again: each rank keeps its own running statistics.
 
     Raises:
-        RuntimeError: there is no process group. Later: a parameter was replaced since wrapping, or backward
-            has raised and its gradients were not cleared.
+        RuntimeError: there is no process group. Later: a parameter was replaced or unfrozen since wrapping,
+            or backward has raised and its gradients were not cleared.
         ValueError: nothing is trainable, a tensor has no memory (on the meta device, or lazy), there are
             several devices, a part is wrapped already, or the ranks disagree. Raised on every rank.
     """
@@ -78,15 +79,14 @@ class DataParallel(nn.Module):
         guards.check_process_group(self)
         self.module = module
         # A tied weight is in it once.
-        self._wrapped = list(module.parameters())
+        parameters = list(module.parameters())
         is_nested = any(isinstance(part, DataParallel) for part in module.modules())
-        if is_nested or any(hasattr(parameter, "_is_shard") for parameter in self._wrapped):
+        if is_nested or any(hasattr(parameter, "_is_shard") for parameter in parameters):
             raise ValueError(
                 f"{type(module).__name__} is wrapped already, or a part, or tensor-parallel; allowed: one "
                 "wrapper, around whole weights"
             )
-        self._trainable = [parameter for parameter in self._wrapped if parameter.requires_grad]
-        self._frozen = [parameter for parameter in self._wrapped if not parameter.requires_grad]
+        self._trainable = [parameter for parameter in parameters if parameter.requires_grad]
         # Indices in _trainable whose gradient is a zero of ours.
         self._unused = set[int]()
         self._synchronizes = True
@@ -95,7 +95,9 @@ class DataParallel(nn.Module):
         self._is_over = False
         # Kept, as a message should cost the CPU little.
         self._backend = dist.get_backend()
-        guards.check_ranks_agree(self._description())
+        named = chain(module.named_parameters(), module.named_buffers())
+        lines = [f"{name} {guards.describe(tensor)}" for name, tensor in named]
+        guards.check_ranks_agree([type(self).__name__] + lines)
         self._check_module()
         broadcast_from_rank_0(module)
 
@@ -152,10 +154,10 @@ class DataParallel(nn.Module):
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """Call between backward and the optimizer's step: every `.grad` becomes the mean over the ranks."""
-        guards.check_still_frozen(self._frozen)
-        if list(map(id, self.module.parameters())) != list(map(id, self._wrapped)):
+        trainable = {p for p in self.module.parameters() if p.requires_grad}
+        if not trainable.issubset(self._trainable):
             raise RuntimeError(
-                "the module has other parameters than when it was wrapped; allowed: replace them, then wrap"
+                "a parameter was replaced or unfrozen since the module was wrapped; allowed: that, then wrap"
             )
         self._average_gradients()
         self._settle()
@@ -207,12 +209,6 @@ class DataParallel(nn.Module):
                 self._trainable[index].grad = None
         self._unused.clear()
 
-    def _description(self) -> list[str]:
-        """One line for each thing that must be the same on every rank."""
-        named = chain(self.module.named_parameters(), self.module.named_buffers())
-        lines = [f"{name} {guards.describe(tensor)}" for name, tensor in named]
-        return [type(self).__name__] + lines
-
 
 class NaiveDDP(DataParallel):
     """After backward, one all-reduce for each parameter, one after the other."""
@@ -234,11 +230,9 @@ def average_flat(gradients: list[Tensor], backend: str) -> None:
     """Replace each by its mean over the ranks, in one message for each dtype."""
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         group = [gradient for gradient in gradients if gradient.dtype == dtype]
-        flat = torch.cat([gradient.flatten() for gradient in group])
+        flat = _flatten_dense_tensors(group)
         start_mean(flat, backend).wait()
-        means = flat.split([gradient.numel() for gradient in group])
-        shaped = [mean.view_as(gradient) for mean, gradient in zip(means, group, strict=True)]
-        torch._foreach_copy_(group, shaped)
+        torch._foreach_copy_(group, _unflatten_dense_tensors(flat, group))
 
 
 def as_message(gradient: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ keeps a note of a gathered weight, and reading the note gathers the weight again
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import call
 from typing import Any, NoReturn
@@ -47,8 +47,8 @@ class FSDP(ShardedGradients):
     `unit_types`, or else in one module of `shard_types`, and in modules that share a weight with it. Outside
     of that, a module has its shard.
 
-    All ranks have to run the same modules in the same order; in the first step that is checked. Each backward
-    pass before `finish_gradient_synchronization()` reduces, and the shards add up in their dtype. Under
+    All ranks have to run the same modules in the same order, or they wait for each other. Each backward pass
+    before `finish_gradient_synchronization()` reduces, and the shards add up in their dtype. Under
     `no_sync()` whole gradients stay on this rank and add up in compute_dtype. To give up unfinished passes,
     call `zero_grad()` of the wrapper: an optimizer's knows only the shards. An infinity or a NaN in a
     gradient on one rank becomes a NaN on all, so that a GradScaler skips the step on all. A shard's
@@ -65,12 +65,12 @@ class FSDP(ShardedGradients):
         shard_types: modules whose parameters are sharded: classes, or their names, which are ours, PyTorch's
             and the course's alike. A class that is derived from one of them is another.
         unit_types: modules that are gathered as one, or derived from them; () gathers each weight on its own.
-        prefetch: how many groups are gathered ahead of use, 0, 1 or 2; of larger ones, in backward at most 1.
+        prefetch: how many groups are gathered ahead of use; of larger ones, in backward at most 1.
         reshard: free whole weights after forward; else those that backward needs stay until then.
 
     Raises:
-        RuntimeError: there is no process group. In forward, a weight is written to; in backward, it was
-            written to since, or the pass is to be differentiated (create_graph).
+        RuntimeError: there is no process group. In backward, a weight was written to since forward, or the
+            pass is to be differentiated (create_graph).
         ValueError: an argument is not allowed, there is nothing to shard or train, several devices or dtypes
             to shard, `register_hook` on a parameter to shard, or the ranks disagree. On every rank.
     """
@@ -89,8 +89,6 @@ class FSDP(ShardedGradients):
             raise ValueError(
                 f"compute_dtype is {compute_dtype!r}; allowed: None, or a floating-point dtype"
             )
-        if prefetch not in (0, 1, 2):
-            raise ValueError(f"prefetch is {prefetch!r}; allowed: 0, 1 or 2")
         self._compute_dtype = compute_dtype
         self._ahead = prefetch
         self._reshards = reshard
@@ -119,18 +117,14 @@ class FSDP(ShardedGradients):
         self._positions: dict[nn.Module, int] = {}
         # What to restore, of the modules whose forward is under way.
         self._caches_casts: list[bool] = []
-        # After the first step the ranks are known to run the same modules in the same order.
-        self._has_agreed = False
+        # After the first step.
+        self._knows_order = False
         self._add_hooks()
         guards.watch_parts(self._sharded)
         module.register_state_dict_post_hook(guards.mark_state)
         module.register_load_state_dict_pre_hook(guards.check_state)
 
     __reduce_ex__ = guards.refuse_copies
-
-    def _description(self) -> list[str]:
-        how = f"compute_dtype {self._compute_dtype}, prefetch {self._ahead}"
-        return super()._description() + [f"{how}, {self._shard_types} in {self._unit_types}"]
 
     def _check_module(self) -> None:
         super()._check_module()
@@ -153,9 +147,6 @@ class FSDP(ShardedGradients):
             raise ValueError(
                 f"the weights of {name} are {dtypes}; allowed: one floating-point dtype"
             )
-        self._check_hooks()
-
-    def _check_hooks(self) -> None:
         if any(shard._backward_hooks for shard in self._sharded):
             raise ValueError(
                 "a weight has a hook that FSDP would not call; allowed: post-accumulate hooks"
@@ -251,11 +242,6 @@ class FSDP(ShardedGradients):
         # One user may be inside of another.
         if group.calls:
             return
-        if any(whole._version for _, whole in group.weights):
-            raise RuntimeError(
-                f"forward of {group.name} of an FSDP writes to a weight, which would be lost; allowed: "
-                "writing to the shards, between steps"
-            )
         results = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
         if torch.is_grad_enabled():
             position = self._positions.get(module, 0)
@@ -273,7 +259,7 @@ class FSDP(ShardedGradients):
         if in_backward():
             return False
         # Backward begins with the last group, but in the first pass nobody knows which one that is.
-        if self._has_agreed and group is self._order[-1]:
+        if self._knows_order and group is self._order[-1]:
             return has_results
         return group.state is State.SAVED and not self._reshards
 
@@ -323,7 +309,6 @@ class FSDP(ShardedGradients):
         first = max(position - self._ahead_in_backward, 0)
         self._collect(group, self._order[first:position][::-1])
         group.state = State.IN_BACKWARD
-        group.task = torch._C._current_graph_task_id()
         # A part of its forward may be computed once more.
         group.unshard()
 
@@ -333,7 +318,6 @@ class FSDP(ShardedGradients):
                 # It was gathered ahead of an optimizer's step.
                 self._free(other)
             if other not in self._gathered:
-                self._agree("gather", other)
                 other.start_gather()
                 self._gathered[other] = None
         group.wait_for_gather()
@@ -345,15 +329,12 @@ class FSDP(ShardedGradients):
         if len(group.ready) < len(group.weights):
             return
         group.ready.clear()
-        # A reentrant checkpoint inside the unit has a backward of its own, and the unit's goes on after it.
-        is_inside = group.task != torch._C._current_graph_task_id()
-        if group in self._gathered and not group.calls and not is_inside:
+        if group in self._gathered and not group.calls:
             self._free(group)
         if self._synchronizes:
             self._start_reduction(group)
 
     def _start_reduction(self, group: ParameterGroup) -> None:
-        self._agree("reduce", group)
         # An earlier pass may bring what this one lacks.
         if any(weight.whole.grad is None for weight in group.weights):
             self._wait_for_reductions()
@@ -385,27 +366,15 @@ class FSDP(ShardedGradients):
             self._free(group)
 
     def _average_gradients(self) -> None:
-        self._agree("finish")
         for group in self._groups:
             # Of passes under no_sync(), or of some of its weights.
             if any(weight.whole.grad is not None for weight in group.weights):
                 self._start_reduction(group)
-        self._agree("average what is not sharded")
         average_flat([self._gradient(index) for index in self._replicated], self._backend)
         self._wait_for_reductions()
         self._free_all()
         self._is_over = False
-        self._has_agreed = True
-        self._check_hooks()
-        if not all(shard.requires_grad for shard in self._sharded):
-            raise RuntimeError(
-                "a weight was frozen since it was wrapped; allowed: frozen before that"
-            )
-
-    def _agree(self, what: str, group: ParameterGroup | None = None) -> None:
-        """In the first step, compare with the other ranks before a message that they may not expect."""
-        if not self._has_agreed:
-            guards.check_ranks_agree([what if group is None else f"{what} {group.name}"])
+        self._knows_order = True
 
     def _apply(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDP":
         """What `to`, `half`, `cuda` and the like call."""
@@ -413,21 +382,10 @@ class FSDP(ShardedGradients):
         changed = change(shard)
         if (changed.dtype, changed.device) != (shard.dtype, shard.device):
             raise RuntimeError(
-                f"a wrapped module is to become {changed.dtype} on {changed.device}; allowed: as it was "
-                f"wrapped, {shard.dtype} on {shard.device}; change the module, then wrap it"
+                f"a wrapped module is to become {changed.dtype} on {changed.device}; allowed: "
+                f"{shard.dtype} on {shard.device}, or change the module, then wrap it"
             )
         return super()._apply(change, recurse)
-
-    def load_state_dict(
-        self, state_dict: Mapping, strict: bool = True, assign: bool = False
-    ) -> Any:
-        """As of every module, of this rank's shards; ValueError for another rank's, or of other ranks.
-
-        A tensor that is assigned would be no shard.
-        """
-        if assign:
-            raise ValueError("assign is True; allowed: False, which copies into the shards")
-        return super().load_state_dict(state_dict, strict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of every module, and forget the gradients that are not yet in the shards."""

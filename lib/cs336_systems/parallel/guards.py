@@ -1,6 +1,5 @@
 """What wrappers and the sharded optimizer refuse, in one sentence and on every rank, before it goes wrong."""
 
-import inspect
 import math
 from collections.abc import Iterable
 from functools import cache, partial
@@ -57,14 +56,6 @@ def check_tensors(what: str, tensors: Iterable[Tensor]) -> None:
         )
 
 
-def check_still_frozen(frozen: Iterable[Tensor]) -> None:
-    """Refuse (RuntimeError) gradients of parameters that had none before: they would be left out."""
-    if any(parameter.grad is not None for parameter in frozen):
-        raise RuntimeError(
-            "a parameter has a gradient that was frozen when wrapped or given; allowed: unfrozen before that"
-        )
-
-
 def check_bucket_size(bucket_size_mb: Any) -> None:
     """Refuse (ValueError) what is not a positive number."""
     if not (isinstance(bucket_size_mb, Real) and 0 < bucket_size_mb < math.inf):
@@ -77,11 +68,6 @@ def refuse_copies(self: Any, protocol: Any) -> NoReturn:
         "FSDP and ShardedOptimizer cannot be copied or pickled; allowed: the module before it is wrapped, "
         "state_dict(), gather_full_parameters()"
     )
-
-
-def needs_closure(kind: type[Optimizer]) -> bool:
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def place() -> list[int]:

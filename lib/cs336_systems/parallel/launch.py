@@ -11,6 +11,7 @@ Without a GPU the workers are forks of a server that has imported torch once and
 
 import contextlib
 import faulthandler
+import math
 import multiprocessing
 import os
 import pickle
@@ -43,8 +44,6 @@ _LINUX = sys.platform == "linux"
 _POLL_S = 0.02
 # What is left when the time is up or a worker has failed: for stacks, and for failures that this one causes.
 _GRACE_S = 0.5
-# What Gloo and NCCL raise when another worker is gone.
-_CONSEQUENCES = ("by peer", "remote process exited")
 _starting = threading.Lock()
 
 
@@ -95,10 +94,7 @@ def backends_here(backend: str, world_sizes: Iterable[int]) -> dict[int, str]:
     for world_size in world_sizes:
         try:
             chosen[world_size] = choose_backend(backend, world_size)
-            gpus = torch.cuda.device_count()
-            too_few = backend == "auto" and 0 < gpus < world_size
-            why = f" on the CPU, as this machine has {gpus} of {world_size} GPUs" if too_few else ""
-            print(f"world size {world_size}: {chosen[world_size]}{why}")
+            print(f"world size {world_size}: {chosen[world_size]}")
         except ValueError as error:
             print(f"world size {world_size}: not possible here ({error})")
     return chosen
@@ -147,7 +143,7 @@ def stream(
     **kwargs,
 ) -> Generator[Any, None, list[Any]]:
     """As `launch`, and yield what rank 0 hands to `context.send`, as it comes. A loop left early ends all."""
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+    if type(world_size) is not int or world_size < 1:
         raise ValueError(f"world_size is {world_size!r}; allowed: a whole number, 1 or more")
     if not 0 < timeout_s < threading.TIMEOUT_MAX:
         raise ValueError(f"timeout_s is {timeout_s!r}; allowed: seconds, more than 0")
@@ -204,25 +200,12 @@ def _news_of_all(workers: list["_Worker"], deadline: float, timeout_s: float) ->
             deadline = min(deadline, time.monotonic())
         is_over = not running or time.monotonic() > deadline + _GRACE_S
         if is_over and failed:
-            raise _first_cause(failed, len(workers))
+            _, rank, how, details = min(worker.failure() for worker in failed)
+            message = f"rank {rank} of {len(workers)} {how}\n\n{details}"
+            raise WorkerError(message.rstrip(), rank, how.removeprefix("raised "))
         if is_over:
             raise _timeout(running, timeout_s)
         time.sleep(_POLL_S)
-
-
-@dataclass(frozen=True, order=True)
-class _Failure:
-    """How a worker ended. The least of several is the one that caused the others.
-
-    order: 0, it was killed; 1, it raised, or ended too early; 2, it aborted, as libraries do when a peer is
-    gone; 3, it raised what they raise then.
-    """
-
-    order: int
-    at_s: float
-    rank: int
-    sentence: str
-    details: str
 
 
 class _Worker:
@@ -274,18 +257,16 @@ class _Worker:
         self.log.close()
         self.stack.close()
 
-    def failure(self) -> _Failure:
+    def failure(self) -> tuple[float, int, str, str]:
+        """When it failed, its rank, how, and details: the least of several caused the others."""
         if self.state == "error":
             at_s, cause, details = self.outcome
-            is_consequence = any(words in cause for words in _CONSEQUENCES)
-            return _Failure(3 if is_consequence else 1, at_s, self.rank, f"raised {cause}", details)
+            return at_s, self.rank, f"raised {cause}", details
         code = self.process.exitcode
-        order = 1
-        end = f"exit code {code} before it returned"
-        if code < 0:
-            end = signal.Signals(-code).name
-            order = 2 if end == "SIGABRT" else 0
-        return _Failure(order, 0.0, self.rank, f"ended with {end}", self.stack.read())
+        end = signal.Signals(-code).name if code < 0 else f"exit code {code} before it returned"
+        # A worker that is killed lets others fail; libraries abort when another is gone.
+        at_s = math.inf if end == "SIGABRT" else 0.0
+        return at_s, self.rank, f"ended with {end}", self.stack.read()
 
 
 def _start_method() -> BaseContext:
@@ -306,13 +287,6 @@ def _without_script() -> Iterator[None]:
             yield
         finally:
             sys.modules["__main__"] = script
-
-
-def _first_cause(failed: list[_Worker], world_size: int) -> WorkerError:
-    first, *others = sorted(worker.failure() for worker in failed)
-    later = "".join(f"\nAfterwards rank {other.rank} {other.sentence}" for other in others)
-    message = f"rank {first.rank} of {world_size} {first.sentence}\n\n{first.details}{later}"
-    return WorkerError(message.rstrip(), first.rank, first.sentence.removeprefix("raised "))
 
 
 def _timeout(hanging: list[_Worker], timeout_s: float) -> WorkerError:

@@ -155,9 +155,6 @@ class BucketedDDP(OverlappedDDP):
         self._bucket_bytes = bucket_size_mb * 2**20
         super().__init__(module)
 
-    def _description(self) -> list[str]:
-        return super()._description() + [f"buckets of {self._bucket_bytes:g} bytes"]
-
     def _use_order(self, order: list[int]) -> None:
         # Allocated on first use. After the first step, gradients keep the old buckets alive until zeroed.
         self._memory: list[BucketMemory] = []

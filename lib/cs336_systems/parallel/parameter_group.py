@@ -139,9 +139,8 @@ class ParameterGroup:
         self.users = list(dict.fromkeys(home.user for home in homes))
         self.name = " and ".join(names[user] for user in self.users)
         self.state = State.SHARDED
-        # Which weights have a gradient of this backward pass, and the task of autograd that began it.
+        # Which weights have a gradient of this backward pass.
         self.ready = set[int]()
-        self.task = -1
         # Forward passes under way, and the place in the order of forward.
         self.calls = 0
         self.position = 0

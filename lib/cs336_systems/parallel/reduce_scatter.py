@@ -1,8 +1,5 @@
 """Data parallelism next to a ShardedOptimizer: each rank gets the mean gradients that it updates with."""
 
-from collections import defaultdict
-from collections.abc import Sequence
-
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -10,7 +7,7 @@ from cs336_systems.parallel.ddp import REDUCE_SCATTER, ready_for_mean
 from cs336_systems.parallel.overlapped import BucketedDDP
 from cs336_systems.parallel.sharded_gradients import ShardedGradients
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
-from cs336_systems.parallel.shards import Segments, by_completion
+from cs336_systems.parallel.shards import Segments, fill_buckets
 
 
 def start_mean_of_shards(bucket: Tensor, backend: str) -> dist.Work:
@@ -61,7 +58,7 @@ class ReduceScatterDDP(ShardedGradients, BucketedDDP):
 
     def _fill(self, order: list[int]) -> list[list[int]]:
         segment_bytes = self._bucket_bytes / dist.get_world_size()
-        return fill_segments(self._trainable, order, self._owners, segment_bytes)
+        return fill_buckets(self._trainable, order, segment_bytes, self._owners)
 
     def _segments(self, bucket: list[int]) -> Segments:
         """Of each rank, what it owns."""
@@ -89,36 +86,3 @@ class ReduceScatterDDP(ShardedGradients, BucketedDDP):
         for parameter, owner in zip(self._trainable, self._owners, strict=True):
             if owner != rank:
                 parameter.grad = None
-
-
-# Of a dtype, buckets that a tensor may still join: more leave less padding, and leave later.
-_OPEN_BUCKETS = 3
-
-
-def fill_segments(
-    tensors: Sequence[Tensor], order: Sequence[int], owners: Sequence[int], segment_bytes: float
-) -> list[list[int]]:
-    """As `fill_buckets`, where each tensor lies in the segment of its owner.
-
-    Args:
-        owners: by index, the rank.
-        segment_bytes: the most a segment holds, unless another of its bucket is longer: it is padded to that.
-    """
-    buckets: list[list[int]] = []
-    lengths: list[list[int]] = []
-    of_kind: dict[tuple, list[int]] = defaultdict(list)
-    for index in order:
-        tensor = tensors[index]
-        owner = owners[index]
-        alike = of_kind[tensor.dtype, tensor.device]
-        for number in alike[-_OPEN_BUCKETS:]:
-            if lengths[number][owner] + tensor.nbytes <= max(segment_bytes, *lengths[number]):
-                break
-        else:
-            number = len(buckets)
-            alike.append(number)
-            buckets.append([])
-            lengths.append([0] * (1 + max(owners)))
-        buckets[number].append(index)
-        lengths[number][owner] += tensor.nbytes
-    return by_completion(buckets, order)

@@ -14,13 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from cs336_systems.parallel import guards
 from cs336_systems.parallel.ddp import ALL_GATHER
-from cs336_systems.parallel.shards import BucketMemory, Segments, allocate, partition_tensors
-
-_PLAIN = (bool, int, float, str, tuple, list, type(None))
+from cs336_systems.parallel.shards import BucketMemory, allocate, partition_tensors
 
 
 class ShardedOptimizer(Optimizer):
@@ -32,7 +30,8 @@ class ShardedOptimizer(Optimizer):
     one is updated; `step` waits for all of them, on a GPU without blocking the CPU.
 
     Call `step` and `add_param_group` on all ranks, with the same gradients and groups. A parameter that was
-    frozen when it was given has no owner. Saving one parameter with torch.save saves its bucket.
+    frozen when it was given has no owner, and is never updated. Saving one parameter with torch.save saves
+    its bucket.
 
     Args:
         params: parameters, (name, parameter) pairs, or groups of them as dictionaries with own settings.
@@ -41,7 +40,7 @@ class ShardedOptimizer(Optimizer):
 
     Raises:
         RuntimeError: there is no process group.
-        ValueError, TypeError: anything else is wrong, or the ranks disagree. Raised on every rank.
+        TypeError, ValueError: an argument is not allowed. ValueError: the ranks disagree, on every rank.
     """
 
     def __init__(
@@ -53,6 +52,8 @@ class ShardedOptimizer(Optimizer):
         **kwargs: Any,
     ):
         guards.check_process_group(self)
+        guards.check_bucket_size(bucket_size_mb)
+        _check_class(optimizer_cls)
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
         self._bucket_size_mb = bucket_size_mb
@@ -62,27 +63,20 @@ class ShardedOptimizer(Optimizer):
         self._owners: dict[Tensor, int] = {}
         # Where the parameters are since they lie in buckets.
         self._addresses: dict[Tensor, int] = {}
-        self._frozen: list[Tensor] = []
-        self.param_groups = []
-
-        def add() -> None:
-            _check_arguments(optimizer_cls, bucket_size_mb, self._world_size)
-            # The whole one knows the settings of the groups.
-            whole = self._make(params)
-            super(ShardedOptimizer, self).__init__(whole.param_groups, whole.defaults)
-
-        name = getattr(optimizer_cls, "__name__", optimizer_cls)
-        self._on_all_ranks(add, [f"{name} {_plain(kwargs)}", f"buckets of {bucket_size_mb} MB"])
+        # The whole one knows the settings of the groups, which are added one by one and laid out together.
+        whole = self._make(params)
+        self._is_made = False
+        super().__init__(whole.param_groups, whole.defaults)
+        self._is_made = True
+        self._lay_out(self.param_groups)
 
     __reduce_ex__ = guards.refuse_copies
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Partition another group's parameters as well; the shards so far stay as they are."""
-        add = partial(super().add_param_group, param_group)
-        if self._is_adding:
-            add()
-        else:
-            self._on_all_ranks(add, [f"group {len(self.param_groups)}"])
+        super().add_param_group(param_group)
+        if self._is_made:
+            self._lay_out(self.param_groups[-1:])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -91,7 +85,11 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_addresses()
+        if any(p.data_ptr() != address for p, address in self._addresses.items()):
+            raise RuntimeError(
+                "a parameter is no longer where the optimizer has put it; allowed: module.to(...) and "
+                "load_state_dict(assign=True) before the optimizer is made"
+            )
         all_gather = getattr(dist, ALL_GATHER)
         messages = []
         for memory, optimizer in self._buckets:
@@ -127,70 +125,33 @@ class ShardedOptimizer(Optimizer):
                 "order in which they were added, bucket_size_mb"
             )
         super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
-        # It may have to convert what an older version saved.
         for _, optimizer in self._buckets:
-            optimizer.__setstate__({"state": self.state})
+            optimizer.state = self.state
 
     def _shapes_and_owners(self) -> list[list]:
         """Of each parameter, frozen ones too."""
         parameters = (p for group in self.param_groups for p in group["params"])
         return [[list(p.shape), self._owners.get(p)] for p in parameters]
 
-    def _on_all_ranks(self, add: Callable[[], None], described: list[str]) -> None:
-        """Take new groups in if that succeeds on every rank and all take the same, else fail on all."""
-        count = len(self.param_groups)
-        buckets: list[tuple[Segments, Optimizer]] = []
-        failure = None
-        # add() comes to add_param_group, by way of Optimizer.__init__.
-        self._is_adding = True
-        try:
-            add()
-            new = self.param_groups[count:]
-            buckets = self._partition(
-                [p for group in new for p in group["params"] if p.requires_grad]
-            )
-            for group in new:
-                described.append(f"group {_plain(_settings(group))}")
-                described += map(guards.describe, group["params"])
-        except Exception as error:
-            failure = error
-            described = [f"{type(error).__name__}: {error}"]
-        self._is_adding = False
-        try:
-            guards.check_ranks_agree(described)
-            if failure:
-                raise failure
-        except Exception:
-            del self.param_groups[count:]
-            raise
-        self._lay_out(buckets)
-
-    def _partition(self, trainable: list[Tensor]) -> list[tuple[Segments, Optimizer]]:
-        """Buckets of new parameters; an optimizer of this rank's part of each, which has all groups."""
-        _check_parameters([p for group in self.param_groups for p in group["params"]])
-        buckets = []
+    @torch.no_grad()
+    def _lay_out(self, groups: list[dict[str, Any]]) -> None:
+        """Move the parameters of new groups into buckets, each with an optimizer that has all groups."""
+        parameters = [p for group in groups for p in group["params"]]
+        guards.check_tensors("a parameter group", parameters)
+        if any(hasattr(p, "_is_shard") for p in parameters):
+            raise ValueError("a parameter is a rank's part of a weight; allowed: whole weights")
+        kind = self._make.func.__name__
+        guards.check_ranks_agree([kind] + list(map(guards.describe, parameters)))
+        trainable = [p for p in parameters if p.requires_grad]
         for segments in partition_tensors(trainable, self._world_size, self._bucket_size_mb):
             shard = set(segments[self._rank])
-            groups = [
+            groups_of_shard = [
                 _settings(group) | {"params": [p for p in group["params"] if p in shard]}
                 for group in self.param_groups
             ]
-            buckets.append((segments, self._make(groups)))
-        return buckets
-
-    def _check_addresses(self) -> None:
-        """Raise if parameters were moved or unfrozen since construction: they would not be updated."""
-        guards.check_still_frozen(self._frozen)
-        if any(p.data_ptr() != address for p, address in self._addresses.items()):
-            raise RuntimeError(
-                "a parameter is no longer where the optimizer has put it; allowed: module.to(...) and "
-                "load_state_dict(assign=True) before the optimizer is made"
-            )
-
-    @torch.no_grad()
-    def _lay_out(self, buckets: list[tuple[Segments, Optimizer]]) -> None:
-        """Move new parameters into their buckets."""
-        for segments, optimizer in buckets:
+            optimizer = self._make(groups_of_shard)
+            self.state.update(optimizer.state)
+            optimizer.state = self.state
             # One at a time: the parameters leave their old memory.
             (memory,) = allocate([segments])
             for parameter, view in memory.views.items():
@@ -198,37 +159,17 @@ class ShardedOptimizer(Optimizer):
                 self._addresses[parameter] = parameter.data_ptr()
             for rank, segment in enumerate(segments):
                 self._owners |= dict.fromkeys(segment, rank)
-            self.state.update(optimizer.state)
-            optimizer.state = self.state
             self._buckets.append((memory, optimizer))
-        parameters = (p for group in self.param_groups for p in group["params"])
-        self._frozen = [p for p in parameters if p not in self._owners]
 
 
-def _check_arguments(optimizer_cls: Any, bucket_size_mb: Any, world_size: int) -> None:
-    if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
-        raise TypeError(
-            f"optimizer_cls is {optimizer_cls!r}; allowed: a subclass of torch.optim.Optimizer"
-        )
-    if guards.needs_closure(optimizer_cls):
+def _check_class(kind: Any) -> None:
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise TypeError(f"optimizer_cls is {kind!r}; allowed: a subclass of torch.optim.Optimizer")
+    if issubclass(kind, LBFGS):
         raise ValueError(
-            f"optimizer_cls is {optimizer_cls.__name__}, whose step needs a closure; allowed: optimizers "
-            "that update each parameter by itself"
+            f"optimizer_cls is {kind.__name__}, which looks at all parameters at once; allowed: optimizers "
+            "that update each by itself"
         )
-    guards.check_bucket_size(bucket_size_mb)
-    if world_size == 1:
-        raise ValueError(
-            f"the world size is 1; allowed: 2 or more (one process takes {optimizer_cls.__name__} itself)"
-        )
-
-
-def _check_parameters(parameters: list[Tensor]) -> None:
-    guards.check_tensors("a parameter group", parameters)
-    if any(hasattr(parameter, "_is_shard") for parameter in parameters):
-        raise ValueError("a parameter is a rank's part of a weight; allowed: whole weights")
-    starts = [parameter.data_ptr() for parameter in parameters if parameter.numel()]
-    if len(set(starts)) < len(starts):
-        raise ValueError("two parameters share their memory; allowed: each once, tied weights too")
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -239,11 +180,3 @@ def _copy_settings(groups: list[dict[str, Any]], to: list[dict[str, Any]]) -> No
     # An older bucket does not have the newest groups.
     for group, copy in zip(groups, to, strict=False):
         copy.update(_settings(group))
-
-
-def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    """For comparing with other ranks: of what is no plain value, the type."""
-    return {
-        name: value if isinstance(value, _PLAIN) else type(value)
-        for name, value in settings.items()
-    }

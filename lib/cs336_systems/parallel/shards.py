@@ -16,6 +16,7 @@ from torch import Tensor
 
 # Of each tensor in its buffer: vectorised kernels are slow at unaligned addresses.
 ALIGNMENT_BYTES = 128
+_OPEN_BUCKETS = 3
 
 # What a bucket holds: for each rank the tensors in its segment, in their order.
 Segments = list[list[Tensor]]
@@ -28,37 +29,42 @@ def padded_length(tensor: Tensor) -> int:
 
 
 def fill_buckets(
-    tensors: Sequence[Tensor], order: Sequence[int], bucket_bytes: float
+    tensors: Sequence[Tensor],
+    order: Sequence[int],
+    segment_bytes: float,
+    owners: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Fill buckets with tensors in this order; a bucket holds one dtype and device.
 
     Args:
         tensors: parameters or gradients; only their sizes matter, so they may be on the meta device.
         order: indices in `tensors`, in the order in which they become ready.
-        bucket_bytes: the most a bucket holds; a larger tensor is a bucket of its own.
+        segment_bytes: the most a bucket holds; a larger tensor is a bucket of its own.
+        owners: of each tensor a rank, in whose segment of a bucket it lies. Each segment then holds as much,
+            or as the longest of its bucket, as it is padded to that.
 
     Returns:
         Each bucket's indices in that order; the buckets in the order in which they become complete.
     """
     buckets: list[list[int]] = []
-    # By dtype and device, the bucket that is being filled and its bytes.
-    newest: dict[tuple, list[int]] = {}
-    filled: dict[tuple, int] = {}
+    lengths: list[list[int]] = []
+    of_kind: dict[tuple, list[int]] = defaultdict(list)
+    # Buckets that a tensor may still join: more leave less padding, and leave later.
+    still_open = 1 if owners is None else _OPEN_BUCKETS
     for index in order:
         tensor = tensors[index]
-        kind = (tensor.dtype, tensor.device)
-        total = filled.get(kind, 0) + tensor.nbytes
-        if kind not in newest or total > bucket_bytes:
-            newest[kind] = []
-            buckets.append(newest[kind])
-            total = tensor.nbytes
-        newest[kind].append(index)
-        filled[kind] = total
-    return by_completion(buckets, order)
-
-
-def by_completion(buckets: list[list[int]], order: Sequence[int]) -> list[list[int]]:
-    """Buckets sorted by when the last of each becomes ready."""
+        owner = 0 if owners is None else owners[index]
+        alike = of_kind[tensor.dtype, tensor.device]
+        for number in alike[-still_open:]:
+            if lengths[number][owner] + tensor.nbytes <= max(segment_bytes, *lengths[number]):
+                break
+        else:
+            number = len(buckets)
+            alike.append(number)
+            buckets.append([])
+            lengths.append([0] * (1 + max(owners or [0])))
+        buckets[number].append(index)
+        lengths[number][owner] += tensor.nbytes
     position = {index: place for place, index in enumerate(order)}
     return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 
