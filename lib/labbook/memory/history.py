@@ -8,6 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -64,18 +65,16 @@ def record_memory(
     """
     step, prepare = steps.of(pass_)
     steps.model.zero_grad(set_to_none=True)
-    arguments = () if prepare is None else (prepare(),)
-    run = partial(step, *arguments)
+    run = step if prepare is None else partial(step, prepare())
     before = dict(others or {}) | _owners(steps)
     if steps.device.type == "cuda":
         snapshot = record_snapshot(run, steps)
         if stem is not None:
             write_atomically(stem.with_name(f"{stem.name}.pickle"), pickle.dumps(snapshot))
         return read_snapshot(snapshot, before, _owners(steps))
-    with TemporaryDirectory(prefix="labbook-memory-") as scratch:
-        path = Path(scratch, "step.json.gz")
-        with steps.recording():
-            torch_trace.record_trace(run, path, device="cpu", with_memory=True)
+    with TemporaryDirectory(prefix="labbook-memory-") as scratch, steps.recording():
+        path = Path(scratch, "step.json")
+        torch_trace.record_trace(run, path, device="cpu", with_memory=True)
         return read_memory_trace(path, before, _owners(steps))
 
 
@@ -137,7 +136,7 @@ def _annotated_ranges(annotations: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     """Our ranges: name, start_ns and end_ns, in microseconds; of one name the last opened ends first."""
     open_us = defaultdict(list)
     ranges = []
-    for annotation in sorted(annotations, key=lambda annotation: annotation["time_us"]):
+    for annotation in sorted(annotations, key=itemgetter("time_us")):
         name = annotation["name"]
         time_us = float(annotation["time_us"])
         if annotation["stage"] == "START":
@@ -186,26 +185,22 @@ def _history(
     launches = pd.DataFrame({"process": 0, "launch_ns": allocations.start_us})
     paths, allocations["range"] = range_paths(ranges.assign(process=0), launches)
     stages = ranges[~paths.str.contains("/", na=True)].sort_values("start_ns", ignore_index=True)
-    stages = stages.rename(columns={"start_ns": "start_us", "end_ns": "end_us"})
-    stages = stages[["name", "start_us", "end_us"]]
+    stages = stages.set_axis(["name", "start_us", "end_us"], axis=1)
     allocations["category"] = _categories(allocations, stages, before, after)
     return MemoryHistory(allocations, stages)
 
 
 def _pairs(changes: list[Change], alive: Mapping[int, int]) -> pd.DataFrame:
     """A row for each allocation, until what comes next at its address: that frees it."""
-    changes = sorted(changes, key=lambda change: change[0])
-    first_size = {}
-    for _, address, size, _ in changes:
-        first_size.setdefault(address, size)
+    changes = sorted(changes, key=itemgetter(0))
+    first_size = {address: size for _, address, size, _ in reversed(changes)}
     # What was there before: never mentioned, or mentioned first when it is freed.
-    older = {address: size for address, size in alive.items() if address not in first_size}
-    older |= {address: -size for address, size in first_size.items() if size < 0}
+    older = {address: -size for address, size in first_size.items() if size < 0}
+    older |= {address: alive[address] for address in alive.keys() - first_size}
     before = [(-np.inf, address, size, "") for address, size in older.items()]
-    columns = ["start_us", "address", "size_bytes", "code"]
-    events = pd.DataFrame(before + changes, columns=columns).astype({"start_us": float})
-    next_us = events.groupby("address").start_us.shift(-1)
-    events["end_us"] = next_us.fillna(np.inf)
+    events = pd.DataFrame(before + changes, columns=["start_us", "address", "size_bytes", "code"])
+    events["start_us"] = events.start_us.astype(float)
+    events["end_us"] = events.groupby("address").start_us.shift(-1).fillna(np.inf)
     return events[events.size_bytes > 0].reset_index(drop=True)
 
 
@@ -214,56 +209,50 @@ def _categories(
 ) -> pd.Series:
     """An owner where one is known at either end of the recording, else what the lifetime says."""
     is_older = allocations.start_us == -np.inf
-    is_alive = allocations.end_us == np.inf
     category = pd.Series("temporary", allocations.index).mask(is_older, "other")
     for forward in stages[stages.name == "forward"].itertuples():
         in_forward = allocations.start_us.between(forward.start_us, forward.end_us)
         outlives_it = allocations.end_us > forward.end_us
         category = category.mask(in_forward & outlives_it, "activations")
+    is_alive = allocations.end_us == np.inf
     for is_there, owners in ((is_older, before), (is_alive, after)):
         names = {address: name for address, (name, _) in owners.items()}
-        owner = allocations.address.map(names).astype(object).where(is_there)
-        category = owner.fillna(category)
+        owner = allocations.address.map(names).astype(object)
+        category = owner.where(is_there).fillna(category)
     return category
 
 
 def timeline(history: MemoryHistory, points: int | None = 256) -> pd.DataFrame:
-    """MiB held by each category over time: at_ms since the recording began, stage, a column per category.
+    """MiB held by each category over time: at_ms since the first stage began, stage, a column per category.
 
     Thin enough to be kept as rows: its changes are cut into so many pieces, each shown at its largest total,
     so that no peak is lost; None shows all, and what was held when each stage began.
     """
     stages = history.stages
-    start_us = _start_us(history)
+    start_us = stages.start_us.min()
     held = _changes(history.allocations, start_us)
     if points is None:
         held = held.reindex(held.index.union(stages.start_us), fill_value=0)
     held = held.cumsum() / MIB
-    held["at_ms"] = (held.index - start_us) / 1000
-    held["stage"] = ""
+    held.insert(0, "at_ms", (held.index - start_us) / 1000)
+    held.insert(1, "stage", "")
     for stage in stages.itertuples():
         held.loc[stage.start_us : stage.end_us, "stage"] = stage.name
-    held = held[["at_ms", "stage"] + CATEGORIES].reset_index(drop=True)
+    held = held.reset_index(drop=True)
     count = min(points or len(held), len(held))
     piece = held.index * count // len(held)
     largest = held[CATEGORIES].sum(axis=1).groupby(piece).idxmax()
     return held.loc[largest].reset_index(drop=True)
 
 
-def _start_us(history: MemoryHistory) -> float:
-    """When the recording began: with its first stage, or with an allocation before that."""
-    start_us = history.allocations.start_us
-    return min(history.stages.start_us.min(), start_us[start_us > -np.inf].min())
-
-
 def _changes(allocations: pd.DataFrame, start_us: float) -> pd.DataFrame:
     """Bytes by which each category (a column) changes at each moment (the index, in microseconds)."""
-    births = allocations.assign(at_us=allocations.start_us.clip(lower=start_us))
-    freed = allocations[allocations.end_us < np.inf]
-    deaths = freed.assign(at_us=freed.end_us, size_bytes=-freed.size_bytes)
-    changes = pd.concat([births, deaths])
-    sums = changes.pivot_table("size_bytes", "at_us", "category", aggfunc="sum", fill_value=0)
-    sums = sums.reindex(columns=CATEGORIES, fill_value=0)
+    births = allocations.assign(at_us=allocations.start_us)
+    deaths = allocations.assign(at_us=allocations.end_us, size_bytes=-allocations.size_bytes)
+    changes = pd.concat([births, deaths[deaths.at_us < np.inf]])
+    changes["at_us"] = changes.at_us.clip(lower=start_us)
+    sums = changes.pivot_table("size_bytes", "at_us", "category", "sum")
+    sums = sums.reindex(columns=CATEGORIES).fillna(0)
     return sums.rename_axis(index=None, columns=None)
 
 
@@ -295,8 +284,8 @@ def stage_peaks(history: MemoryHistory) -> pd.DataFrame:
     return held.loc[of_stages.total.idxmax(), columns].reset_index(drop=True)
 
 
-def largest_allocations(history: MemoryHistory, count: int = 10) -> pd.DataFrame:
-    """The largest allocations of the recording, equal ones together: size_mib, category, range, code, count.
+def largest_allocations(history: MemoryHistory) -> pd.DataFrame:
+    """The ten largest allocations, equal ones as one: size_mib, category, range, code, count.
 
     Layers are one (layers.*): the same line makes the same allocation in each of them.
     """
@@ -304,6 +293,6 @@ def largest_allocations(history: MemoryHistory, count: int = 10) -> pd.DataFrame
     allocations = allocations[allocations.start_us > -np.inf]
     layers = allocations.range.str.replace(r"\.\d+", ".*", regex=True)
     sizes = allocations.assign(range=layers, size_mib=allocations.size_bytes / MIB)
-    equal = sizes.groupby(["size_mib", "category", "range", "code"])
-    counts = equal.size().reset_index(name="count")
-    return counts.sort_values(["size_mib", "count"], ascending=False, ignore_index=True).head(count)
+    counts = sizes.value_counts(["size_mib", "category", "range", "code"]).reset_index()
+    counts = counts.sort_values(["size_mib", "count"], ascending=False, ignore_index=True)
+    return counts.head(10)

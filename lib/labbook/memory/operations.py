@@ -119,9 +119,10 @@ def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
                 stack.append((frame.f_code.co_filename, line, frame.f_code.co_name))
                 if (owner := id(frame.f_locals.get("self"))) in modules:
                     break
-            name, code = modules.get(owner, ""), own_line(stack)
+            code = own_line(stack)
             operation = running[-1] if running else code.partition(": ")[0].rpartition(" ")[2]
             dtype = str(tensor.dtype).removeprefix("torch.")
+            name = modules.get(owner, "")
             storages[address] = (name, operation, code, storage.nbytes(), dtype)
         return tensor.detach()  # as in `saved_bytes`
 
@@ -141,7 +142,7 @@ def own_line(stack: Iterable[tuple[str, int, str]]) -> str:
     stack: file, line and function of each frame, the innermost first.
     """
     for file, line, function in stack:
-        if ours := _ours().match(file.replace("\\", "/")):
+        if ours := _ours().match(file):
             source = linecache.getline(file, line).strip()
             return f"{ours[1]}:{line} {function}: {source}".removesuffix(": ")
     return ""
@@ -178,9 +179,8 @@ def operations_of(function: Callable[[], Any]) -> list[Operation]:
             changed = [
                 each for each in schema.arguments if each.alias_info and each.alias_info.is_write
             ]
-            if (
-                arguments.get("grad_scale") is None
-            ):  # fused optimizers write gradients only to scale them
+            # Fused optimizers write gradients only to scale them.
+            if arguments.get("grad_scale") is None:
                 changed = [each for each in changed if each.name != "grads"]
             packet = operation.overloadpacket
             name = packet.__name__

@@ -4,25 +4,10 @@ import os
 
 from labbook.profiles.cases import profile_cases
 from labbook.profiles.gathers import gather_times
-from labbook.profiles.lanes import (
-    exposed,
-    lane_rows,
-    overlap_values,
-    record_steps,
-    step_lanes,
-    told_apart,
-)
-from labbook.profiles.names import short_name
-from labbook.profiles.nsight import count_kernels, read_export, record_report, why_no_nsys
-from labbook.profiles.table import (
-    Profile,
-    ProfileError,
-    covered,
-    kernel_rows,
-    kernel_table,
-    one_step,
-)
-from labbook.profiles.table import range_table, stages
-from labbook.profiles.torch_trace import keep_one_step, read_trace, record_trace
+from labbook.profiles.lanes import exposed, lane_rows, overlap_values, record_steps, step_lanes
+from labbook.profiles.lanes import told_apart
+from labbook.profiles.nsight import count_kernels, read_export, why_no_nsys
+from labbook.profiles.table import Profile, covered, kernel_table, one_step, stages
+from labbook.profiles.torch_trace import read_trace
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch.profiler writes a log to stderr

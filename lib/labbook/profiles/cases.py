@@ -1,11 +1,13 @@
 """Cases under a profiler, here or in one process of Nsight Systems: their rows of kernels and ranges."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import cloudpickle
@@ -26,6 +28,7 @@ from labbook.timing import release_memory, run_or_out_of_memory
 
 Program = Callable[[Case], Callable[[], Any]]
 Tables = dict[str, list[dict[str, Any]]]
+_NAMED = ("pass", "context_length", "dtype")  # by the file that is kept
 
 
 def profile_cases(
@@ -50,85 +53,75 @@ def profile_cases(
     for case in cases:
         reason = skip(case)
         if reason:
-            yield _rows(case, source, ("skipped", reason))
+            yield _failed(case, source, "skipped", reason)
         else:
             runnable.append(case)
-    if source == "nsys" and runnable:
-        yield from _under_nsys(program, runnable, stem, any(map(keep, runnable)))
-    elif runnable:
+    with TemporaryDirectory(prefix="labbook-profile-") as scratch:
+        if source == "nsys" and runnable:
+            yield from _under_nsys(program, runnable, Path(scratch, "all"))
+            report = Path(scratch, "all.nsys-rep")
+            if report.exists() and any(map(keep, runnable)):
+                shutil.move(report, f"{stem}.nsys-rep")
+            return
+        trace = Path(scratch, "trace.json")
         for case in runnable:
-            names = [case[name] for name in ("pass", "context_length", "dtype") if name in case]
-            own = _file(stem, "".join(f"-{name}" for name in names))
-            record = partial(_record_here, program, case, own)
-            with _only_kept(own, keep(case)):
-                yield _rows(case, source, _attempt(record, case))
+            yield _rows(case, source, partial(_record_here, program, case, trace))
+            if trace.exists() and keep(case):
+                names = [f"-{case[name]}" for name in _NAMED if name in case]
+                keep_one_step(trace, stem.with_name(f"{stem.name}{''.join(names)}.json.gz"))
+            trace.unlink(missing_ok=True)
 
 
-def _record_here(program: Program, case: Case, stem: Path) -> Profile:
-    trace = _file(stem, ".json")
-    profile = record_trace(program(case), trace, device=case.device)
-    keep_one_step(trace, _file(stem, ".json.gz"))
-    return profile
+def _record_here(program: Program, case: Case, trace: Path) -> Profile:
+    return record_trace(program(case), trace, device=case.device)
 
 
-def _under_nsys(program: Program, cases: list[Case], stem: Path, keep: bool) -> Iterator[Tables]:
-    pickled = _file(stem, ".pickle")
+def _under_nsys(program: Program, cases: list[Case], stem: Path) -> Iterator[Tables]:
+    pickled = stem.with_suffix(".pickle")
     pickled.write_bytes(cloudpickle.dumps((program, cases)))
     command = [sys.executable, "-m", "labbook.profiles.program", str(pickled)]
-    with _only_kept(stem, keep):
-        found = _attempt(lambda: read_export(record_report(command, stem)), cases[0])
-        # Why a case could not run; where the process failed there is no list.
-        reasons = [""] * len(cases)
-        with suppress(FileNotFoundError):
-            reasons = json.loads(_file(stem, ".pickle.json").read_text())
-        for number, (case, reason) in enumerate(zip(cases, reasons, strict=True)):
-            result = found
-            if reason:
-                result = "oom", reason
-            elif isinstance(found, Profile):
-                result = _attempt(partial(within, found, range_of(number)), case)
-            yield _rows(case, "nsys", result)
+    profile = None
+    failure = ""
+    # Why a case could not run; where the process failed there is no list.
+    reasons = [""] * len(cases)
+    try:
+        profile = read_export(record_report(command, stem))
+    except ProfileError as error:
+        failure = str(error)
+    with suppress(FileNotFoundError):
+        reasons = json.loads(stem.with_suffix(".pickle.json").read_text())
+    for number, (case, reason) in enumerate(zip(cases, reasons, strict=True)):
+        if reason:
+            yield _failed(case, "nsys", "oom", reason)
+        elif failure:
+            yield _failed(case, "nsys", "error", failure)
+        else:
+            yield _rows(case, "nsys", partial(within, profile, range_of(number)))
 
 
-Result = Profile | tuple[str, str]  # or a status and the reason
-
-
-def _attempt(record: Callable[[], Profile], case: Case) -> Result:
+def _rows(case: Case, source: str, record: Callable[[], Profile]) -> Tables:
+    """What is recorded, or why it could not be."""
     try:
         profile, reason = run_or_out_of_memory(record, case.device)
+        if profile is None:
+            return _failed(case, source, "oom", reason)
+        ranges = range_table(profile).to_dict("records")
+        return _tables(case, source, kernel_rows(kernel_table(profile)), ranges)
     except ProfileError as error:
-        is_memory = "out of memory" in str(error).lower()
-        return "oom" if is_memory else "error", str(error)
+        return _failed(case, source, "error", str(error))
     finally:
         release_memory(case.device)
-    return ("oom", reason) if profile is None else profile
 
 
-def _rows(case: Case, source: str, result: Result) -> Tables:
-    if isinstance(result, Profile):
-        ranges = range_table(result).to_dict("records")
-        tables = {"kernels": kernel_rows(kernel_table(result)), "ranges": ranges}
-    else:
-        status, reason = result
-        rows = [{"status": status, "reason": reason}]
-        tables = {"kernels": rows, "ranges": rows}
+def _failed(case: Case, source: str, status: str, reason: str) -> Tables:
+    rows = [{"status": status, "reason": reason}]
+    return _tables(case, source, rows, rows)
+
+
+def _tables(case: Case, source: str, kernels: list, ranges: list) -> Tables:
     profiler = source if source == "nsys" else f"torch {case.device.type}"
     columns = case | {"profiler": profiler}
-    return {table: [columns | row for row in rows] for table, rows in tables.items()}
-
-
-@contextmanager
-def _only_kept(stem: Path, keep: bool) -> Iterator[None]:
-    """Leave of the files that are made inside what is for a viewer, and that only if it is to be kept."""
-    try:
-        yield
-    finally:
-        endings = [".json", ".pickle", ".pickle.json", ".sqlite"]
-        if not keep:
-            endings += [".json.gz", ".nsys-rep"]
-        for ending in endings:
-            _file(stem, ending).unlink(missing_ok=True)
-
-
-def _file(stem: Path, ending: str) -> Path:
-    return stem.with_name(stem.name + ending)
+    return {
+        "kernels": [columns | row for row in kernels],
+        "ranges": [columns | row for row in ranges],
+    }

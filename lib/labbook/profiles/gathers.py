@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import pandas as pd
 
-from labbook.profiles.table import STEP, Profile
+from labbook.profiles.table import MS, STEP, Profile, one_step
 
 _ALL_GATHER = r"(?i)^(?:nccl|gloo:).*all_?gather"
 
@@ -22,14 +22,12 @@ def gather_times(
         the host came to at the mark.
     Times are since the step began. Raises ValueError: there are other all-gathers than those of the units.
     """
-    step = profile.ranges[profile.ranges.name == STEP].iloc[-1]
-    kernels = profile.kernels.sort_values("launch_ns")
-    kernels = kernels[kernels.launch_ns.between(step.start_ns, step.end_ns)]
+    ranges, kernels, _ = one_step(profile)
+    kernels = kernels.sort_values("launch_ns")
     is_message = kernels["class"] == "communication"
     computed = _of_busiest_stream(kernels[~is_message])
     gathers = kernels[is_message & kernels.name.str.contains(_ALL_GATHER)]
-    marks = profile.ranges.set_index("name").start_ns.sort_values()
-    marks = marks[marks.between(step.start_ns, step.end_ns)]
+    marks = ranges.set_index("name").start_ns.sort_values()
     backward_ns = marks.loc[["backward"]].min()
     rows = []
     for pass_, names in units.items():
@@ -39,19 +37,17 @@ def gather_times(
         messages = messages.assign(unit=units_of(len(messages), list(names)))
         for name, calls in messages.groupby("unit", sort=False):
             mark = reached[f"needs {name}"]
+            needed_ns = could_begin(computed.launch_ns, computed.end_ns, mark)
             row = {
                 "pass": pass_,
                 "unit": name,
                 "calls": len(calls),
-                "start_ms": calls.start_ns.min(),
-                "end_ms": calls.end_ns.max(),
-                "needed_ms": could_begin(computed.launch_ns, computed.end_ns, mark),
+                "start_ms": calls.start_ms.min(),
+                "end_ms": calls.end_ms.max(),
+                "needed_ms": (needed_ns - marks[STEP]) * MS,
             }
             rows.append(row)
-    table = pd.DataFrame(rows)
-    times = ["start_ms", "end_ms", "needed_ms"]
-    table[times] = (table[times] - step.start_ns) * 1e-6
-    return table
+    return pd.DataFrame(rows)
 
 
 def units_of(messages: int, units: Sequence[str]) -> list[str]:

@@ -4,72 +4,24 @@ On a GPU names come from cuBLAS, CUTLASS, ATen, Triton (torch.compile's and ours
 cuDNN; on a CPU they are ATen's operators (aten::mm).
 """
 
+import csv
 import re
 from functools import cache
+from pathlib import Path
 
 # The first pattern found in the name decides. The order matters: fused attention is made of matmuls, a
 # softmax of reductions, and torch.compile lists in a kernel's name everything it fused.
-_PATTERNS = (
-    (
-        "communication",
-        r"nccl|c10d|all_?reduce|all_?gather|reduce_?scatter|broadcast_coalesced|multimem|gloo",
-    ),
-    ("attention", r"flash|fmha|sdpa|attention|attn|mem_?eff"),
-    # Ours: what attends, and what prepares and adds up for it.
-    (
-        "attention",
-        r"^((hopper_)?(forward|backward|dq|dkdv)|bwd_(pre|post)process|split|merge|sum)_kernel$",
-    ),
-    (
-        "optimizer",
-        r"(multi_tensor_apply|_foreach_)(?!.*(copy|norm))|fused_?adam|addcdiv|addcmul|lerp",
-    ),
-    ("matmul", r"gemm|gemv|nvjet|wgmma|splitkreduce|cutlass_\d+_|triton_(tem_|mm)"),
-    ("matmul", r"\bdot_kernel|reduce_1block_kernel"),  # cuBLAS's dot product
-    ("matmul", r"^aten::((add|bad)?d?b?mm|(add)?mv|dot|mkldnn_\w+|_scaled_mm|linear|matmul)$"),
-    ("softmax", r"softmax"),
-    ("normalisation", r"(layer|rms|batch|group)_?norm|gammabeta|rowwisemoments|triton_\w+rsqrt"),
-    (
-        "embedding/index",
-        r"embedding|gather|scatter|(?<!with_)index|radixsort|devicecompact|masked_select",
-    ),
-    (
-        "embedding/index",
-        r"unique|partials?(_per)?_segment|grad_weight|^aten::(\w*sort|topk|nonzero|take)",
-    ),
-    ("copy/cast", r"memcpy|memset|direct_copy|float\w*_copy_kernel|to_device|catarray|fillfunctor"),
-    (
-        "copy/cast",
-        r"^aten::(copy_|clone|contiguous|to|_to_copy|fill_|zero_|cat|stack|_conj|pin_memory)$",
-    ),
-    ("copy/cast", r"^triton_poi_fused_(_to_copy|clone|cat|copy)(_\d+)?$|copyfunctor|_foreach_copy"),
-    (
-        "reduction",
-        r"reduce_kernel|nll_loss|triton_(red|per)_|device(reduce|scan)|logsumexp|cross_entropy",
-    ),
-    ("reduction", r"^aten::(sum|mean|(a|arg)?(max|min)|(\w+_)?norm|prod|cumsum|any|all)$|lpnorm"),
-    ("elementwise", r"^(swiglu_(for|back)ward|rotary)_kernel$"),  # ours
-    (
-        "elementwise",
-        r"elementwise|triton_poi_|triu_tril|distribution_|_local_scalar_dense|isfinite",
-    ),
-    (
-        "elementwise",
-        r"^aten::(add|r?sub|mul|div|pow|exp|log|r?sqrt|neg|sin|cos|abs|reciprocal|clamp\w*)_?$",
-    ),
-    ("elementwise", r"^aten::(sigmoid|silu|relu|gelu|tanh|threshold)(_backward)?_?$"),
-    (
-        "elementwise",
-        r"^aten::(where|masked_fill|tril|triu|maximum|minimum|arange|normal|uniform|random)_?$",
-    ),
-    ("elementwise", r"^aten::(eq|ne|lt|le|gt|ge|logical_\w+|bitwise_\w+|erfinv)_?$"),
-)
+_CLASSES = Path(__file__).with_name("classes.csv").read_text(encoding="utf-8")
+_PATTERNS = list(csv.DictReader(_CLASSES.splitlines()))
 
 
 @cache
 def kernel_class(name: str) -> str:
     """What kind of work it does; "other" is what no pattern knows, and is meant to be seen and not hidden."""
-    return next((kind for kind, pattern in _PATTERNS if re.search(pattern, name.lower())), "other")
+    for row in _PATTERNS:
+        if re.search(row["pattern"], name.lower()):
+            return row["class"]
+    return "other"
 
 
 # Templates that say how a kernel goes through memory; what it computes is an argument of theirs.

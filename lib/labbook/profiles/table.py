@@ -16,14 +16,7 @@ from labbook.profiles.names import kernel_class, short_name
 
 MS = 1e-6  # nanoseconds to milliseconds
 STEP = "measure"  # the range of one measured step
-# What tells kernels of a table apart.
-_KEYS = [
-    "range",
-    "kernel",
-    "class",
-    "stream",
-    "kind",
-]
+_KEYS = ["range", "kernel", "class", "stream", "kind"]  # tell kernels of a table apart
 _INTEGERS = dict.fromkeys(["process", "start_ns", "end_ns"], "int64")
 
 
@@ -32,7 +25,7 @@ class ProfileError(ValueError):
 
 
 class Profile:
-    """What a profiler recorded; times in nanoseconds on one clock.
+    """What a profiler recorded; times in nanoseconds on one clock. GPUs of one process are not told apart.
 
     Inside a range called optimizer, elementwise work, reductions and copies are of the class "optimizer":
     written in plain PyTorch it launches the same kernels as everybody, and only the range tells them apart.
@@ -50,8 +43,7 @@ class Profile:
         self.calls = events[events.kind == "call"].reset_index(drop=True)
         ran = events[~events.kind.isin(["range", "call"])]
         if ran.kind.isin(["memcpy", "memset"]).all():
-            question = "did the program compute inside the capture?"
-            raise ProfileError(f"the profile has no kernel in it; {question}")
+            raise ProfileError("the profile has no kernel in it; did it capture any computing?")
         if self.ranges.empty:
             remedy = "run the code under nvtx.recording(), and nsys with --trace=cuda,nvtx"
             raise ProfileError(f"the profile has no ranges in it; {remedy}")
@@ -73,48 +65,36 @@ def _with_launches(ran: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
     launches = calls.dropna(subset="correlation")
     launches = launches.sort_values("start_ns", kind="stable")
     launches = launches[["start_ns", "process", "correlation", "thread"]]
-    launch_ns = launches.start_ns.astype("Int64")
-    launches = launches.assign(launch_ns=launch_ns)
+    launches["launch_ns"] = launches.start_ns.astype("Int64")
     ran = ran.drop(columns="thread")
     ran = ran.sort_values("start_ns", kind="stable")
-    key = ["process", "correlation"]
-    ran = pd.merge_asof(ran, launches, on="start_ns", by=key)
+    ran = pd.merge_asof(ran, launches, on="start_ns", by=["process", "correlation"])
     launch_ns = ran.launch_ns.fillna(ran.start_ns)
     return ran.assign(launch_ns=launch_ns.astype("int64"))
 
 
 def complete(events: pd.DataFrame, source: str) -> pd.DataFrame:
-    """Events as a `Profile` takes them; raises ProfileError if some lack what all must have, or have no end.
+    """Events as a `Profile` takes them; raises ProfileError if some lack what sums need.
 
     events: kind ("range", "call" of the CUDA API; what ran: "kernel", "memcpy", "memset", "graph", on a
         CPU "operator"), name, process, thread, stream, correlation, start_ns, end_ns.
     source: their file, for the message.
     """
-    lacking = events[["name", "process", "thread", "start_ns", "end_ns"]].isna()
+    needed = ["name", "process", "thread", "start_ns", "end_ns"]
     has_stream = events.kind.isin(["kernel", "memcpy", "memset", "graph"])
-    lacking["stream"] = events.stream.isna() & has_stream
-    is_odd = lacking.any(axis=1)
+    is_odd = events[needed].isna().any(axis=1) | (has_stream & events.stream.isna())
+    is_odd |= (events.end_ns < events.start_ns).fillna(True).astype(bool)
     if is_odd.any():
-        kinds = ", ".join(events.kind[is_odd].unique())
-        columns = ", ".join(lacking.columns[lacking.any()])
-        raise ProfileError(
-            f"{source}: {is_odd.sum()} of {len(events)} events ({kinds}) have no {columns}; "
-            "without them its sums would be wrong: make the file again"
+        count = (
+            f"{is_odd.sum()} of {len(events)} events ({', '.join(events.kind[is_odd].unique())})"
         )
-    events = events.astype(_INTEGERS | {"correlation": float})
-    ends_early = events.end_ns < events.start_ns
-    if ends_early.any():
-        raise ProfileError(
-            f"{source}: {ends_early.sum()} of {len(events)} events end before they start: the profiler never "
-            "saw their ends, and its sums would be wrong; record it again"
-        )
-    return events
+        needs = "a name, process, thread, stream and end after their start"
+        remedy = "its sums would be wrong: record it again"
+        raise ProfileError(f"{source}: {count} do not have {needs}; {remedy}")
+    return events.astype(_INTEGERS | {"correlation": float})
 
 
-def range_paths(
-    ranges: pd.DataFrame,
-    launches: pd.DataFrame,
-) -> tuple[pd.Series, pd.Series]:
+def range_paths(ranges: pd.DataFrame, launches: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
     """Path of the ranges open when each range begins, itself the last, and at each launch, on any thread.
 
     ranges: process, name, start_ns, end_ns.
@@ -162,7 +142,7 @@ def covered(spans: pd.DataFrame, gap_ms: float = 0.0) -> pd.DataFrame:
 def stages(table: pd.DataFrame) -> pd.Series:
     """The part of each row's range right after the root: forward, backward, optimizer; or the root itself."""
     parts = table.range.str.split("/")
-    return parts.str[1].fillna(parts.str[0])
+    return parts.str[:2].str[-1]
 
 
 def kernel_table(profile: Profile, root: str = STEP) -> pd.DataFrame:
@@ -180,17 +160,14 @@ def kernel_table(profile: Profile, root: str = STEP) -> pd.DataFrame:
     return table.sort_values("total_ms", ascending=False, ignore_index=True)
 
 
-def kernel_rows(
-    table: pd.DataFrame,
-    smallest_share: float = 2e-3,
-) -> list[dict[str, Any]]:
+def kernel_rows(table: pd.DataFrame) -> list[dict[str, Any]]:
     """A `kernel_table` as rows: layers summed (layers.*), and kernels that hardly count as "rest".
 
-    Below `smallest_share` of the step's time a kernel does not get its name; each class in each range keeps a
-    rest of its own, so all sums stay. What has its name, has all its calls.
+    Below 0.2 % of the step's time a kernel does not get its name; each class in each range keeps a rest of
+    its own, so all sums stay. What has its name, has all its calls.
     """
     of_kernel = table.groupby(["kernel", "class"]).total_ms.transform("sum")
-    is_small = of_kernel < smallest_share * table.total_ms.sum()
+    is_small = of_kernel < 2e-3 * table.total_ms.sum()
     kernel = table.kernel.mask(is_small, "rest")
     ranges = table.range.str.replace(r"\.\d+", ".*", regex=True)
     rows = table.groupby([ranges, kernel, "class"])
@@ -201,46 +178,33 @@ def kernel_rows(
 def range_table(profile: Profile) -> pd.DataFrame:
     """Host and device time of a step and of the ranges directly inside it, as means over the steps.
 
-    Returns range; host_ms, how long the range was open; device_span_ms, from its first kernel's start to its
-    last one's end; device_busy_ms, the part of it with a kernel running; calls (launches); device_idle_share
-    of the span. A range whose device is mostly idle is bound by the host that launches.
+    Returns range; host_ms, how long the range was open; device_busy_ms, for how long what it launched ran;
+    calls (launches). A range whose device is mostly idle is bound by the host that launches.
     """
     _, ranges, kernels = _inside(profile, STEP)
-    ranges = ranges[ranges.range.str.count("/") <= 1]
-    rows = [_range_row(opened, kernels) for opened in ranges.itertuples()]
+    rows = []
+    for opened in ranges[ranges.range.str.count("/") <= 1].itertuples():
+        own = _since(kernels, opened, "launch_ns")
+        busy = covered(own)
+        host_ns = opened.end_ns - opened.start_ns
+        row = {
+            "range": opened.range,
+            "host_ms": host_ns * MS,
+            "device_busy_ms": busy.eval("end_ms - start_ms").sum(),
+            "calls": len(own),
+        }
+        rows.append(row)
     means = pd.DataFrame(rows).groupby("range", sort=False).mean()
-    table = means.reset_index()
-    span_ms = table.device_span_ms.where(table.calls > 0)
-    return table.assign(device_idle_share=1 - table.device_busy_ms / span_ms)
-
-
-def _range_row(opened: Any, kernels: pd.DataFrame) -> dict[str, Any]:
-    """Times of a range that was open once."""
-    of_process = kernels[kernels.process == opened.process]
-    own = _since(of_process, opened, "launch_ns")
-    span_ms = own.end_ms.max() - own.start_ms.min()
-    return {
-        "range": opened.range,
-        "host_ms": (opened.end_ns - opened.start_ns) * MS,
-        "device_span_ms": span_ms if len(own) else 0.0,
-        "device_busy_ms": covered(own).eval("end_ms - start_ms").sum(),
-        "calls": len(own),
-    }
+    return means.reset_index()
 
 
 def within(profile: Profile, name: str) -> Profile:
-    """What was launched while a range was open, and the ranges and calls that began in it.
-
-    Raises ProfileError: no range of that name was recorded.
-    """
-    opened = profile.ranges[profile.ranges.name == name]
-    if opened.empty:
-        raise ProfileError(f"the profile has no range {name!r}")
-    start_ns, end_ns = opened.start_ns.min(), opened.end_ns.max()
+    """The ranges inside a range, and the kernels that they launched."""
     part = copy(profile)
-    part.ranges = profile.ranges[profile.ranges.start_ns.between(start_ns, end_ns)]
-    part.calls = profile.calls[profile.calls.start_ns.between(start_ns, end_ns)]
-    part.kernels = profile.kernels[profile.kernels.launch_ns.between(start_ns, end_ns)]
+    for frame in ("ranges", "kernels"):
+        whole = getattr(profile, frame)
+        is_inside = whole.range.str.startswith(f"{name}/")
+        setattr(part, frame, whole[is_inside])
     return part
 
 
@@ -256,22 +220,21 @@ def one_step(profile: Profile) -> Frames:
     """
     steps, ranges, kernels = _inside(profile, STEP)
     step = steps.iloc[-1]
-    ranges = ranges.assign(depth=ranges.range.str.count("/"))
-    ranges, kernels, calls = (
-        frame[frame.process == step.process] for frame in (ranges, kernels, profile.calls)
+    ranges["depth"] = ranges.range.str.count("/")
+    return (
+        _since(ranges, step),
+        _since(kernels, step, "launch_ns"),
+        _since(profile.calls, step),
     )
-    return _since(ranges, step), _since(kernels, step, "launch_ns"), _since(calls, step)
 
 
 def _inside(profile: Profile, root: str) -> Frames:
     """Each time that `root` is open; the ranges and the kernels inside it, `range` their path from it on."""
     steps = profile.ranges[profile.ranges.name == root]
     if steps.empty:
-        names = sorted(set(profile.ranges.name))[:20]
-        raise ProfileError(f"the profile has no range {root!r}; it has {', '.join(names)}")
-    ranges = _below(profile.ranges, root)
-    kernels = _below(profile.kernels, root)
-    return steps, ranges, kernels
+        names = ", ".join(sorted(set(profile.ranges.name))[:20])
+        raise ProfileError(f"the profile has no range {root!r}; it has {names}")
+    return steps, _below(profile.ranges, root), _below(profile.kernels, root)
 
 
 def _below(frame: pd.DataFrame, root: str) -> pd.DataFrame:
@@ -281,8 +244,9 @@ def _below(frame: pd.DataFrame, root: str) -> pd.DataFrame:
 
 
 def _since(frame: pd.DataFrame, step: Any, time: str = "start_ns") -> pd.DataFrame:
-    """The rows whose `time` lies in a step, with start_ms and end_ms since it began."""
+    """The rows of its process whose `time` lies in a step, with start_ms and end_ms since it began."""
     is_inside = frame[time].between(step.start_ns, step.end_ns, inclusive="left")
+    is_inside &= frame.process == step.process
     frame = frame[is_inside].reset_index(drop=True)
     start_ms = (frame.start_ns - step.start_ns) * MS
     end_ms = (frame.end_ns - step.start_ns) * MS

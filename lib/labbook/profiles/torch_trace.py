@@ -20,8 +20,10 @@ _KINDS = {
     "cpu_op": "operator",
     "cuda_runtime": "call",
     "cuda_driver": "call",
+    "kernel": "kernel",
+    "gpu_memcpy": "memcpy",
+    "gpu_memset": "memset",
 }
-_KINDS |= {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 _ON_GPU = ("kernel", "memcpy", "memset")
 _FIELDS = ["cat", "name", "pid", "tid", "ts", "dur"]  # of every event that is read
 _ARGUMENTS = ["correlation", "stream"]
@@ -66,18 +68,19 @@ def keep_one_step(path: Path, kept: Path) -> None:
     Raises ProfileError: it has no step, a range `measure`; or as `load_trace`.
     """
     trace, events = load_trace(path)
-    is_on_gpu = events.kind.isin(_ON_GPU)
     steps = events[(events.kind == "range") & (events.name == STEP)]
     if steps.empty:
         raise ProfileError(f"{path.name} has no step to keep: no range {STEP!r} was recorded in it")
     step = steps.loc[steps.start_ns.idxmax()]
-    of_host = ["range", "pytorch's", "call" if is_on_gpu.any() else "operator"]
-    is_inside = events.start_ns.between(step.start_ns, step.end_ns, inclusive="left")
-    is_inside &= events.kind.isin(of_host)
-    launches = events.correlation[is_inside].dropna()
-    is_inside |= is_on_gpu & events.correlation.isin(launches)
+    is_on_gpu = events.kind.isin(_ON_GPU)
+    is_of_host = ~is_on_gpu
+    if is_on_gpu.any():
+        is_of_host &= events.kind != "operator"
+    is_kept = is_of_host & events.start_ns.between(step.start_ns, step.end_ns, inclusive="left")
+    launches = events.correlation[is_kept].dropna()
+    is_kept |= is_on_gpu & events.correlation.isin(launches)
     lanes = [event for event in trace if event.get("ph") == "M"]  # their names, in Perfetto
-    kept_events = lanes + [_slim(trace[place]) for place in events.index[is_inside]]
+    kept_events = lanes + [_slim(trace[place]) for place in events.index[is_kept]]
     text = json.dumps({"traceEvents": kept_events}, separators=(",", ":"))
     write_atomically(kept, gzip.compress(text.encode(), mtime=0))
 
@@ -104,23 +107,22 @@ def load_trace(path: Path) -> tuple[list[dict[str, Any]], pd.DataFrame]:
         raise ProfileError(
             f"{path.name} is cut off or no trace ({error!r}); record it again"
         ) from None
-    complete_events = {
-        place: event
+    rows = {
+        place: _row(event)
         for place, event in enumerate(trace)
         if event.get("ph") == "X" and event.get("cat") in _KINDS
     }
-    rows = [_row(event) for event in complete_events.values()]
     names = ["kind", "name", "process", "thread", "start_ns", "end_ns"] + _ARGUMENTS
-    events = pd.DataFrame(rows, list(complete_events), names, dtype=object)
+    events = pd.DataFrame(list(rows.values()), list(rows), names, dtype=object)
     kinds = events.kind.map(_KINDS)
     is_foreign = (kinds == "range") & events.name.str.match(FOREIGN, na=False)
     is_gloos = is_foreign & events.name.str.startswith("gloo:", na=False)
     events["kind"] = kinds.mask(is_foreign, "pytorch's").mask(is_gloos, "operator")
-    times_us = events[["start_ns", "end_ns"]].apply(pd.to_numeric, errors="coerce").astype(float)
-    times_ns = (1000 * times_us).round().astype("Int64")
     # Durations are added as integers: since 1970 a float of microseconds is a multiple of 0.25.
-    times_ns["end_ns"] += times_ns.start_ns
-    events[["start_ns", "end_ns"]] = times_ns
+    for column in ("start_ns", "end_ns"):
+        times_us = pd.to_numeric(events[column], errors="coerce").astype(float)
+        events[column] = (1000 * times_us).round().astype("Int64")
+    events["end_ns"] += events.start_ns
     return trace, complete(events, path.name)
 
 
@@ -146,9 +148,9 @@ def read_trace(path: Path) -> Profile:
     if events.kind.isin(_ON_GPU).any():
         return Profile(events[~events.kind.isin(["pytorch's", "operator"])])
     if (events.kind == "call").any():
+        remedy = "end other profilers, or allow this user to read GPU performance counters"
         raise ProfileError(
-            f"{path.name} has CUDA calls and no kernels: CUPTI could not record; end other "
-            "profilers (nsys too), or allow this user to read GPU performance counters"
+            f"{path.name} has calls and no kernels: CUPTI could not record; {remedy}"
         )
     operators = events[events.kind == "operator"]
     own_ns = _own_ns(operators)

@@ -129,7 +129,7 @@ def test_peak_of_each_stage_and_largest_allocations(history):
     peaks = stage_peaks(history).set_index("stage")
     assert peaks.total.to_dict() == {"forward": 31, "backward": 40, "optimizer": 41}
     assert peaks.activations.to_dict() == {"forward": 4, "backward": 4, "optimizer": 0}
-    top = largest_allocations(history, 3)
+    top = largest_allocations(history).head(3)
     assert top.size_mib.tolist() == [8, 8, 4]
     assert top["range"].tolist()[-1] == "forward/layers.*"
 
@@ -174,9 +174,7 @@ def test_a_real_step_keeps_what_accounting_says(trained):
     )
     assert history.stages.name.tolist() == ["forward", "backward", "optimizer"]
     assert stage_peaks(history).set_index("stage").total.idxmax() == "backward"
-    assert "forward/layers.*/attn/attention/softmax" in set(
-        largest_allocations(history, 30)["range"]
-    )
+    assert "forward/layers.*/ffn/w1" in set(largest_allocations(history)["range"])
     inference = record_memory(steps, "forward", stem.with_name("forward"))
     assert "activations" not in set(inference.allocations.category)
 

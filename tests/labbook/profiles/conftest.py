@@ -19,9 +19,9 @@ def a_profile():
         for process, (ranges, kernels) in enumerate(processes):
             events += [("range", name, process, *times, None, 0) for name, *times in ranges]
             for number, (name, launch, start, end, *stream) in enumerate(kernels):
-                call = ("call", "cudaLaunchKernel", process, launch, launch + 1, number, 0)
-                kernel = ("kernel", name, process, start, end, number, *(stream or [7]))
-                events += [call, kernel]
+                kernel = (name, process, start, end, number) + tuple(stream or [7])
+                events.append(("call", "cudaLaunchKernel", process, launch, launch + 1, number, 0))
+                events.append(("kernel",) + kernel)
         events = pd.DataFrame(events, columns=COLUMNS)
         return Profile(events.astype({"correlation": float}).assign(thread=1))
 

@@ -6,13 +6,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import cloudpickle
-import pytest
 import torch
 from torch.profiler import record_function
 
 from labbook.bench import grid
-from labbook.profiles import ProfileError, cases, profile_cases, program, read_export
-from labbook.profiles.table import within
+from labbook.profiles import cases, profile_cases, program, read_export
+from labbook.profiles.table import ProfileError
 
 SAMPLE = Path(__file__).parent / "data" / "sample.sqlite"
 
@@ -30,76 +29,65 @@ def steps(case):
     return measured
 
 
-def tables_of(source, folder, *context_length, keep=False):
-    """The tables of some cases; those of more than 5,000 tokens are not tried."""
+def on_cpu(*context_length):
     chosen = grid(context_length=list(context_length), dtype="float32")
     for case in chosen:
         case.device = torch.device("cpu")
+    return chosen
+
+
+def tables_of(source, folder, *context_length):
+    """The tables of some cases: those of more than 5,000 tokens are not tried, those of 32 are kept."""
     found = profile_cases(
         steps,
-        chosen,
+        on_cpu(*context_length),
         source,
         folder / "x",
-        keep=lambda case: keep and case.context_length == 32,
+        keep=lambda case: case.context_length == 32,
         skip=lambda case: "too large" if case.context_length > 5000 else "",
     )
     return list(found)
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_torch_profilers_rows_and_one_step_kept(tmp_path, keep):
-    tables, _ = tables_of("torch", tmp_path, 32, 64, keep=keep)
+def test_torch_profilers_rows_and_one_step_kept(tmp_path):
+    skipped, tables, failed, _ = tables_of("torch", tmp_path, 32, 2000, 64, 9999)
     assert {row["range"] for row in tables["ranges"]} == {"measure", "measure/forward"}
     assert {row["kernel"] for row in tables["kernels"]} == {"aten::exp"}
     assert tables["kernels"][0].items() >= {"context_length": 32, "profiler": "torch cpu"}.items()
-    assert [path.name for path in tmp_path.iterdir()] == ["x-32-float32.json.gz"] * keep
+    assert failed["ranges"][0]["status"] == "oom"
+    (row,) = skipped["kernels"]
+    assert (row["status"], row["reason"]) == ("skipped", "too large")
+    assert [path.name for path in tmp_path.iterdir()] == ["x-32-float32.json.gz"]
 
 
-@pytest.mark.parametrize("source", ["torch", "nsys"])
-def test_a_case_that_cannot_run_is_not_started(tmp_path, source):
-    (tables,) = tables_of(source, tmp_path, 9999)
-    (row,) = tables["kernels"]
-    assert (
-        row.items() >= {"status": "skipped", "reason": "too large", "context_length": 9999}.items()
-    )
-
-
-def test_the_cases_after_one_out_of_memory_still_run(tmp_path):
-    first, second = tables_of("torch", tmp_path, 2000, 64)
-    assert first["ranges"][0]["status"] == "oom"
-    assert len(second["ranges"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [("it failed under nsys: OutOfMemoryError: CUDA out of memory", "oom"), ("no step", "error")],
-)
-def test_what_fails_is_a_row_with_its_reason(tmp_path, monkeypatch, error, status):
+def test_what_fails_is_a_row_with_its_reason(tmp_path, monkeypatch):
     def refuse(command, stem):
-        raise ProfileError(error)
+        raise ProfileError("no step")
 
     monkeypatch.setattr(cases, "record_report", refuse)
     for tables in tables_of("nsys", tmp_path, 32, 64):
         (row,) = tables["kernels"]
-        assert (row["status"], row["reason"]) == (status, error)
+        assert (row["status"], row["reason"]) == ("error", "no step")
     assert not list(tmp_path.iterdir())
 
 
 def test_one_process_of_nsys_has_the_rows_of_each_case(tmp_path, monkeypatch):
-    """A real export in which a warm-up stands for one case, and a measured step for another."""
+    """A real export in which one measured step stands for one case, and another for the next."""
 
     def record(command, stem):
         _, recorded = pickle.loads(Path(command[-1]).read_bytes())
         assert [case.context_length for case in recorded] == [32, 64, 2000]
         Path(f"{command[-1]}.json").write_text(json.dumps(["", "", "CUDA out of memory"]))
+        Path(f"{stem}.nsys-rep").touch()
         return SAMPLE
 
     def read(path):
         profile = read_export(path)
-        measured = profile.ranges.index[profile.ranges.name == "measure"]
-        for number, place in enumerate(measured[:2]):
-            opened = profile.ranges.loc[[place]].assign(name=f"case {number}")
-            profile.ranges.loc[len(profile.ranges)] = opened.iloc[0]
+        steps = profile.ranges[profile.ranges.name == "measure"]
+        for number, step in enumerate(steps.itertuples()):
+            for frame, time in ((profile.ranges, "start_ns"), (profile.kernels, "launch_ns")):
+                inside = frame[time].between(step.start_ns, step.end_ns)
+                frame.loc[inside, "range"] = f"case {number}/" + frame.range
         return profile
 
     monkeypatch.setattr(cases, "record_report", record)
@@ -111,12 +99,7 @@ def test_one_process_of_nsys_has_the_rows_of_each_case(tmp_path, monkeypatch):
         assert calls["measure/backward"] == 76, "75 kernels, and a memset"
     assert measured[0]["ranges"][0]["profiler"] == "nsys"
     assert failed["kernels"][0]["reason"] == "CUDA out of memory"
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_part_of_a_profile_has_a_range():
-    with pytest.raises(ProfileError, match="no range 'case 7'"):
-        within(read_export(SAMPLE), "case 7")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.nsys-rep"]
 
 
 def test_nsyss_process_runs_every_case_in_a_range_of_its_own(tmp_path, monkeypatch):
@@ -130,11 +113,8 @@ def test_nsyss_process_runs_every_case_in_a_range_of_its_own(tmp_path, monkeypat
 
     monkeypatch.setattr(torch.cuda.profiler, "profile", noted)
     monkeypatch.setattr(torch.cuda.nvtx, "range", noted)
-    chosen = grid(context_length=[2000, 32])
-    for case in chosen:
-        case.device = torch.device("cpu")
     path = tmp_path / "program"
-    path.write_bytes(cloudpickle.dumps((steps, chosen)))
+    path.write_bytes(cloudpickle.dumps((steps, on_cpu(2000, 32))))
     program.main(str(path))
     assert log == ["recording begins", "case 1 begins", "case 1 ends", "recording ends"]
     first, second = json.loads((tmp_path / "program.json").read_text())

@@ -1,8 +1,5 @@
 """Which all-gathers are whose, and when what they bring was needed: a step drawn by hand."""
 
-from types import SimpleNamespace
-
-import pandas as pd
 import pytest
 
 from labbook.profiles import gather_times
@@ -10,13 +7,6 @@ from labbook.profiles.gathers import units_of
 
 MS = 10**6
 NCCL = "ncclDevKernel_AllGather_RING_LL"
-
-
-def kernel(launch, start, end, name="gemm", stream=7):
-    is_message = name.startswith("nccl")
-    times = {"launch_ns": launch * MS, "start_ns": start * MS, "end_ns": end * MS}
-    named = {"name": name, "class": "communication" if is_message else "matmul"}
-    return times | named | {"stream": 20 if is_message else stream}
 
 
 def test_units_have_one_gather_each_and_blocks_equally_many():
@@ -28,34 +18,24 @@ def test_units_have_one_gather_each_and_blocks_equally_many():
             units_of(messages, units)
 
 
-def test_each_pass_has_its_gathers_and_its_marks():
+def test_each_pass_has_its_gathers_and_its_marks(a_profile):
     """The first step and a copy on a stream of its own are left out; backward gathers one block again."""
     ranges = [("measure", 0, 50), ("measure", 100, 200), ("backward", 150, 190)]
-    ranges += [
-        ("needs layers.0", 10, 10),
-        ("needs layers.0", 110, 110),
-        ("needs layers.1", 120, 120),
+    for layer, at in [("0", 10), ("0", 110), ("1", 120), ("1", 160)]:
+        ranges.append((f"needs layers.{layer}", at, at + 1))
+    kernels = [
+        (NCCL, 1, 1, 2, 20),
+        (NCCL, 102, 103, 109, 20),
+        (NCCL, 104, 109, 115, 20),
+        ("gemm", 111, 112, 130, 7),
+        ("gemm", 121, 131, 140, 7),
+        ("Memcpy", 122, 198, 199, 8),
+        (NCCL, 152, 153, 158, 20),
+        ("gemm", 161, 162, 170, 7),
+        ("ncclSum", 151, 152, 153, 20),
     ]
-    ranges += [("needs layers.1", 160, 160)]
-    kernels = [kernel(1, 1, 2, NCCL), kernel(102, 103, 109, NCCL), kernel(104, 109, 115, NCCL)]
-    kernels += [
-        kernel(111, 112, 130),
-        kernel(121, 131, 140),
-        kernel(122, 90, 199, "copy", stream=8),
-    ]
-    kernels += [
-        kernel(152, 153, 158, NCCL),
-        kernel(161, 162, 170),
-        kernel(151, 152, 153, "ncclSum"),
-    ]
-    kernels[5]["start_ns"] = 198 * MS
-    profile = SimpleNamespace(
-        ranges=pd.DataFrame(
-            [(name, a * MS, b * MS) for name, a, b in ranges],
-            columns=["name", "start_ns", "end_ns"],
-        ),
-        kernels=pd.DataFrame(kernels),
-    )
+    in_ms = [(name, MS * start, MS * end) for name, start, end in ranges]
+    launched = [(name, MS * a, MS * b, MS * c, stream) for name, a, b, c, stream in kernels]
     units = {"forward": ["layers.0", "layers.1"], "backward": ["layers.1"]}
     arguments = []
 
@@ -63,7 +43,7 @@ def test_each_pass_has_its_gathers_and_its_marks():
         arguments.append((list(launches // MS), list(ends // MS), mark // MS))
         return mark + MS
 
-    rows = gather_times(profile, units, could_begin)
+    rows = gather_times(a_profile(in_ms, launched), units, could_begin)
     assert rows.to_numpy().tolist() == [
         ["forward", "layers.0", 1, 3.0, 9.0, 11.0],
         ["forward", "layers.1", 1, 9.0, 15.0, 21.0],

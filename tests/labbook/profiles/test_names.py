@@ -70,9 +70,8 @@ def test_both_profilers_spell_one_kernel():
 
 
 def test_no_kernel_of_real_profiles_is_unclassified():
-    names = set(published("nsys_top_kernels").kernel) | set(
-        published("nsys_top_kernels_xl_a100").kernel
-    )
+    tables = ("nsys_top_kernels", "nsys_top_kernels_xl_a100")
+    names = {name for table in tables for name in published(table).kernel}
     query = "SELECT value FROM StringIds JOIN CUPTI_ACTIVITY_KIND_KERNEL ON id = demangledName"
     with sqlite3.connect(SAMPLE) as export:
         names |= {name for (name,) in export.execute(query)}

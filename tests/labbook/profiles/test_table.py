@@ -7,15 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labbook.profiles import (
-    ProfileError,
-    covered,
-    kernel_rows,
-    kernel_table,
-    one_step,
-    range_table,
-    stages,
-)  # fmt: skip
+from labbook.profiles import covered, kernel_table, one_step, stages
+from labbook.profiles.table import ProfileError, kernel_rows, range_table, within
 
 GEMM = "ampere_sgemm_128x64_tn"
 MUL = "void at::native::vectorized_elementwise_kernel<4, MulFunctor<float> >(int)"
@@ -90,14 +83,11 @@ def test_the_kernel_table_is_the_mean_step_without_the_warmup(two_steps):
         kernel_table(two_steps, "evaluate")
 
 
-def test_range_table_tells_busy_from_idle(two_steps, a_profile):
+def test_range_table_tells_host_from_device(two_steps, a_profile):
     table = range_table(two_steps).set_index("range")
     assert set(table.index) == {"measure", "measure/forward", "measure/backward"}
     step = table.loc["measure"]
-    times = step[["host_ms", "device_span_ms", "device_busy_ms"]]
-    assert times.tolist() == pytest.approx([1e-4, 78e-6, 32e-6])
-    assert step.device_idle_share == pytest.approx(1 - 32 / 78)
-    assert step.calls == 3
+    assert step.tolist() == pytest.approx([1e-4, 32e-6, 3]), "host, device, calls"
     on_two_streams = [(MUL, 1, 10, 30), (MUL, 2, 20, 40, 8), (MUL, 3, 22, 25)]
     table = range_table(a_profile([("measure", 0, 100)], on_two_streams))
     assert table.device_busy_ms[0] == pytest.approx(30e-6), "what overlaps counts once"
@@ -117,34 +107,20 @@ def test_a_union_covers_the_same_points_once(spans):
 
 
 def test_the_optimizers_range_names_the_purpose_of_ordinary_kernels(a_profile):
-    launches = [
-        (MUL, 1, 10, 30),
-        (MUL, 60, 70, 80),
-        (GEMM, 70, 80, 90),
-        ("ncclDevKernel", 80, 90, 99),
-    ]
+    launches = [(MUL, 1, 10, 30), (MUL, 60, 70, 80), (GEMM, 70, 80, 90)]
+    launches.append(("ncclDevKernel", 80, 90, 99))
     found = a_profile([("measure", 0, 100), ("optimizer", 50, 100)], launches).kernels
     assert found["class"].tolist() == ["elementwise", "optimizer", "matmul", "communication"]
 
 
 def test_rows_sum_layers_and_fold_what_is_small(a_profile):
     """MUL is long in forward and negligible in backward: it must not lose those calls to the rest."""
-    spans = [
-        ("measure", 0, 1000),
-        ("forward", 0, 200),
-        ("layers.0", 0, 90),
-        ("layers.1", 100, 190),
-        ("backward", 200, 300),
-    ]
-    launches = [
-        (MUL, 10, 1000, 1900),
-        (MUL, 110, 101_000, 101_900),
-        (MUL, 205, 302, 303),
-        ("tiny", 110, 303, 304),
-        ("tiny", 210, 304, 305),
-    ]
-    table = kernel_table(a_profile(spans, launches))
-    rows = kernel_rows(table, smallest_share=0.01)
+    spans = [("measure", 0, 1000), ("forward", 0, 200), ("layers.0", 0, 90)]
+    spans += [("layers.1", 100, 190), ("backward", 200, 300)]
+    long = [(MUL, 10, 1000, 1900), (MUL, 110, 101_000, 101_900), (MUL, 205, 302, 303)]
+    tiny = [("tiny", 110, 303, 304), ("tiny", 210, 304, 305)]
+    table = kernel_table(a_profile(spans, long + tiny))
+    rows = kernel_rows(table)
     calls = {(row["range"], row["kernel"]): row["calls"] for row in rows}
     assert calls == {
         ("measure/forward/layers.*", "vectorized_elementwise[mul]"): 2,
@@ -153,6 +129,13 @@ def test_rows_sum_layers_and_fold_what_is_small(a_profile):
         ("measure/backward", "rest"): 1,
     }
     assert sum(row["total_ms"] for row in rows) == pytest.approx(table.total_ms.sum())
+
+
+def test_of_several_cases_in_one_profile_each_has_its_own(a_profile):
+    cases = [("case 1", 0, 100), ("measure", 0, 100), ("case 10", 200, 300), ("measure", 200, 300)]
+    profile = a_profile(cases, [(GEMM, 10, 20, 30), (GEMM, 210, 220, 230), (MUL, 211, 230, 231)])
+    counts = [kernel_table(within(profile, name)).calls.sum() for name in ("case 1", "case 10")]
+    assert counts == [1, 2]
 
 
 def test_one_step_for_a_timeline(two_steps):
