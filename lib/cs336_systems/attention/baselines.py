@@ -75,7 +75,9 @@ def _block_mask(n_queries: int, n_keys: int, device: str) -> Any:
 
 def compiled(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     """torch.compile of `plain_attention`."""
-    return _compiled(plain_attention)(q, k, v, is_causal)
+    # Inductor reads a lazily negated view without its sign.
+    inputs = [x.resolve_neg() for x in (q, k, v)]
+    return _compiled(plain_attention)(*inputs, is_causal)
 
 
 # A function for each shape: kernels for any shape would be slower, and are not what is compared.

@@ -6,8 +6,8 @@ are deterministic, except dQ on Hopper (added in any order): torch.use_determini
 slower kernels. A backward pass multiplies as its forward did, whatever was switched in between.
 
 Both passes are operators too, which run where `needs_dispatcher` says so. It is not asked about the tensors:
-their addresses, which a launch needs anyway, are 0 for those without memory; lazily negated views are never
-aligned, so they are copied.
+their addresses, which a launch needs anyway, are 0 for those without memory, and what is lazily negated is
+resolved before: at its address the numbers still have their old sign.
 """
 
 import math
@@ -27,6 +27,7 @@ from cs336_systems.attention.launcher import Launcher, tuning_for
 from cs336_systems.attention.layouts import layout
 from cs336_systems.kernels.autograd_guards import (
     first_order_only,
+    is_compiling,
     needs_dispatcher,
     transforms_active,
 )
@@ -55,7 +56,7 @@ MAX_LAUNCHERS = 256  # of each
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tensor]:
-    """O, L and, of float32 without lost bits, L's residual.
+    """O, L and, of float32 without lost bits, L's residual; of tensors that are not lazily negated.
 
     O (..., n_queries, d) in q's dtype and layout; L = logsumexp(scores) (..., n_queries) in float32, infinite
     where all scores are minus infinity (O is 0 there); residual (..., n_queries, 1), what L lost when it was
@@ -253,7 +254,12 @@ class FlashAttentionTriton(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         q, k, v = in_autocast(q, k, v)
-        results = flash_forward(q, k, v, is_causal)
+        if needs_dispatcher():
+            results = _forward_op(q, k, v, is_causal)
+        else:
+            if q.is_neg() or k.is_neg() or v.is_neg():
+                q, k, v = (x.resolve_neg() for x in (q, k, v))
+            results = _forward(q, k, v, is_causal)
         ctx.save_for_backward(q, k, v, *results)
         ctx.is_causal = is_causal
         return results[0]
@@ -261,16 +267,17 @@ class FlashAttentionTriton(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do: Tensor):
         # Decorated, it would be one call more in the usual case.
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and not is_compiling():
             return first_order_only(FlashAttentionTriton.backward)(ctx, do)
         q, k, v, o, logsumexp, *residual = ctx.saved_tensors
-        dq, dk, dv = flash_backward(do, q, k, v, o, logsumexp, ctx.is_causal, *residual)
+        run = _backward_op if needs_dispatcher() or do.is_neg() else _backward
+        dq, dk, dv = run(do, q, k, v, o, logsumexp, ctx.is_causal, *residual)
         return dq, dk, dv, None
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     """`FlashAttentionTriton.apply` without the Python before it that serves torch.func's transforms."""
-    if torch.compiler.is_compiling() or transforms_active():
+    if is_compiling() or transforms_active():
         return FlashAttentionTriton.apply(q, k, v, is_causal)
     return _apply(q, k, v, is_causal)
 
@@ -290,7 +297,9 @@ class FlashAttentionCompiled(FlashAttentionTriton):
     def backward(ctx, do: Tensor):
         q, k, v, o, logsumexp, *_ = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):
-            dq, dk, dv = _compiled_backward()(do, q, k, v, o, logsumexp, ctx.is_causal)
+            dq, dk, dv = _compiled_backward()(
+                do.resolve_neg(), q, k, v, o, logsumexp, ctx.is_causal
+            )
         return dq, dk, dv, None
 
 

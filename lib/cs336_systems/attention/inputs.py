@@ -22,9 +22,6 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v; inside torch.autocast in the region's dtype, as attention is made of matmuls."""
     check_tensors(q, k, v)
-    if not q.layout == k.layout == v.layout == torch.strided:
-        layouts = ", ".join(str(x.layout) for x in (q, k, v))
-        raise ValueError(f"q, k, v have layouts {layouts}; allowed: torch.strided")
     # The most frequent case, asked for in the fastest way.
     if q.is_cuda and not torch.is_autocast_enabled():
         return q, k, v

@@ -317,24 +317,3 @@ def launch_backward(kernel, do, q, k, v, o, lse, is_causal, outputs, tile=(32, 3
     inputs = q, k, v, do, lse, delta(do, o)
     kernel[grid](*inputs, *outputs, n_queries, n_keys, d**-0.5, *blocks, **options)
     return outputs
-
-
-class FlashAttentionSimple(torch.autograd.Function):
-    """softmax(q k^T / sqrt(d)) v, forward and backward in Triton, nothing quadratic in memory."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, is_causal=False):
-        q, k, v = (x.contiguous() for x in (q, k, v))
-        o, lse = launch_forward(q, k, v, is_causal)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.is_causal = is_causal
-        return o
-
-    @staticmethod
-    def backward(ctx, do):
-        q, k, v, o, lse = ctx.saved_tensors
-        inputs = do, q, k, v, o, lse, ctx.is_causal
-        (dq,) = launch_backward(dq_kernel, *inputs, [torch.empty_like(q)])
-        dk_and_dv = [torch.empty_like(k), torch.empty_like(v)]
-        dk, dv = launch_backward(dkdv_kernel, *inputs, dk_and_dv)
-        return dq, dk, dv, None

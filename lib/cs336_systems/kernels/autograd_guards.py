@@ -81,7 +81,7 @@ def differentiable(
 
 
 _PLAIN = {Tensor, nn.Parameter}
-_is_compiling = torch.compiler.is_compiling
+is_compiling = torch.compiler.is_compiling
 dispatch_modes = torch._C._len_torch_dispatch_stack  # fake tensors, tracing, counters of FLOPs
 transforms_active = torch._C._are_functorch_transforms_active  # vmap, grad, jvp of torch.func
 
@@ -92,7 +92,7 @@ def needs_dispatcher(*arguments: Any) -> bool:
     It would while a compiler, a mode or a transform listens, and for a tensor that is a subclass, has no
     memory (fake, meta) or is lazily negated.
     """
-    if _is_compiling() or dispatch_modes() or transforms_active():
+    if is_compiling() or dispatch_modes() or transforms_active():
         return True
     # A loop: this is asked before every launch, and a generator is slower.
     for x in arguments:
