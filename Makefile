@@ -33,8 +33,8 @@ planted: setup ## plant known bugs one at a time in a copy: does a test catch ea
 claims: setup ## perturb the rows: which answers stand all the same? (for owners; takes long)
 	@$(PY) -m tests.claims $(ARGS)
 
-lab: setup ## JupyterLab on notebooks/ and learn/
-	$(PY) -m jupyter lab --notebook-dir=. --LabApp.default_url=/lab/tree/notebooks $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
+lab: setup ## JupyterLab on learn/ if it is there, else on notebooks/
+	$(PY) -m jupyter lab --notebook-dir=. --LabApp.default_url=/lab/tree/$(if $(wildcard learn),learn,notebooks) $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
 
 learn: setup ## your copies of the notebooks, solutions cleared, in learn/; copies that are there stay
 	@$(PY) -m cs336_systems learn $(ARGS)

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any
 
 _NAMES = {  # by their module, which is imported when one is used
-    "answers": "Claim answer between claim gib ms one percent plural ratio_text show_source solution",
+    "answers": "Claim answer between claim gib guessed ms one percent plural ratio_text show_source solution",
     "bench": "Case Step grid",
     "book.notebooks": "check_parameters",
     "files": "figures_dir find",

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -128,6 +129,11 @@ def ratio_text(ratio: float) -> str:
 def percent(share: float) -> str:
     """0.1234 -> "12.3%"."""
     return f"{significant(share * 100)}%"
+
+
+def guessed(guess: object, text: Callable[[Any], str] = str) -> str:
+    """ " (you guessed 4 ms)", where the reader guessed something."""
+    return "" if guess is None else f" (you guessed {text(guess)})"
 
 
 def plural(count: int, noun: str) -> str:

@@ -18,8 +18,8 @@ from PIL import Image
 from labbook.book import notebooks
 
 MARKS = ("*Handout problem", "**The question.**", "*Read before:*", "*Time:*")
-# Of an answer: its name, what its reader guessed, and its list of claims.
-_AROUND = r"^\*\*\(.*?\)\*\* |\s*\([Yy]our? guess[^)]*\)|; you guess[^)]*(?=\))|\s*<details>.*"
+# Of an answer: its name and its list of claims.
+_AROUND = r"^\*\*\(.*?\)\*\* |\s*<details>.*"
 # Of a picture: enough to read it, and all of them stay below 1 MB together.
 _WIDTH = 800
 _COLORS = 64
