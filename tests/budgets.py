@@ -99,8 +99,15 @@ def of_kind(name: str, number: str = "") -> Count:
 
 
 def words() -> int:
-    """What a page says: its text and what its answers say, which stands in their outputs."""
-    texts = [source for _, cell, source in cells() if cell["cell_type"] == "markdown"]
+    """What a page says: its text and what its answers say, which stands in their outputs.
+
+    What it says in short is its headline, counted there.
+    """
+    texts = [
+        source
+        for _, cell, source in cells()
+        if cell["cell_type"] == "markdown" and "in-short" not in cell["metadata"].get("tags", [])
+    ]
     for _, cell, source in cells():
         if cell["cell_type"] == "code" and calls(source):
             shown = [

@@ -1,13 +1,17 @@
 """The links of the README and of the first notebook lead somewhere, and their commands exist."""
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
 
 from cs336_systems.__main__ import main
 from labbook import load_rows, one
+from labbook.book.map import read_map
+from labbook.book.notebooks import read_yaml
 
 REPOSITORY = Path(__file__).parents[1]
 NOTEBOOKS = REPOSITORY / "notebooks"
@@ -21,6 +25,16 @@ TEXT = "\n".join(TEXTS.values())
 COMMANDS = TEXT + "".join(
     (REPOSITORY / f).read_text() for f in (".github/workflows/test.yml", "Containerfile")
 )
+TEACHING = (REPOSITORY / "TEACHING.md").read_text(encoding="utf-8")
+CHAPTERS = {  # what the page for teachers says of each besides: what to have read, and its GPUs
+    "11": ["", "no; times want one"],
+    "16": ["11", "no; times want one"],
+    "21": ["11", "no; times want one"],
+    "31": ["11", "no; times want two"],
+    "41": ["31", "no; times want two"],
+    "51": ["", "no"],
+    "61": ["21, 41", "two"],
+}
 
 
 @pytest.mark.parametrize(
@@ -67,3 +81,19 @@ def test_its_numbers_are_rows():
     numbers += [f"{each['p50_ms'] / 1e3:.2f} s" for each in (full, torchs)]
     numbers += f"{speed_up.max():.2f} times", f"{speed_up.min():.2f} times"
     assert [number for number in numbers if number not in README] == []
+
+
+def test_the_page_for_teachers_adds_up():
+    entries = read_map()
+    starts = [*CHAPTERS, "99"]
+    chapters = read_yaml("book.yaml")["chapters"]
+    for first, end in pairwise(starts):
+        names = [name for name in entries if first <= name[:2] < end]
+        minutes = np.array([entries[name].minutes for name in names], float).sum(axis=0)
+        read = [nbformat.read(NOTEBOOKS / f"{name}.ipynb", 4) for name in names]
+        graded = [cell.metadata.get("nbgrader", {}) for each in read for cell in each.cells]
+        points = [cell["points"] for cell in graded if cell.get("grade")]
+        line = [chapters[int(first)]]
+        line += [f"{total / 60:.1f}" for total in minutes]
+        line += [str(len(points)), str(sum(points))]
+        assert f"| {' | '.join(line + CHAPTERS[first])} |" in TEACHING

@@ -15,6 +15,7 @@ import torch
 
 from labbook.book import batch, notebooks, site, slurm
 from labbook.book.execution import Outcome
+from labbook.book.map import put_in_short
 from labbook.book.notebooks import BatchError
 from labbook.book.tidy import tidy, write_copies
 from labbook.files import figures_dir, make_folder, write_atomically
@@ -180,6 +181,7 @@ def _execute(paths: list[Path], *, in_place: bool) -> int:
             (outcome,) = batch.run_batch([batch.Job(path)], Path(folder))
             if in_place and outcome.status == "ok":
                 tidied = tidy(nbformat.read(Path(folder) / path.name, as_version=4))
+                put_in_short(tidied, path.stem)
                 write_atomically(path, nbformat.writes(tidied) + "\n")
         statuses.add(outcome.status)
     return int("error" in statuses)

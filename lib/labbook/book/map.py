@@ -16,6 +16,7 @@ from nbformat import NotebookNode
 from PIL import Image
 
 from labbook.book import notebooks
+from labbook.book.tidy import HEADLINE, IN_SHORT
 
 MARKS = ("*Handout problem", "**The question.**", "*Read before:*", "*Time:*")
 # Of an answer: its name and its list of claims.
@@ -29,10 +30,12 @@ _SHOWN_WIDTH = 600  # pixels on the page
 class Entry(NamedTuple):
     """What the map tells of a notebook. The headline is empty when no executed answer has the tag.
 
-    read_before: numbers of other notebooks. minutes: to read it, and to work through it. picture: an output.
+    title: "13 · Adding up in 16 bits". read_before: numbers of other notebooks. minutes: to read it, and to
+    work through it. picture: an output.
     """
 
     name: str
+    title: str
     editions: tuple[str, ...]
     question: str
     read_before: tuple[str, ...]
@@ -48,10 +51,14 @@ def read_map() -> dict[str, Entry]:
 
 
 def _read_entry(path: Path) -> Entry:
-    notebook = nbformat.read(path, as_version=4)
+    return entry(path.stem, nbformat.read(path, as_version=4))
+
+
+def entry(name: str, notebook: NotebookNode) -> Entry:
+    """What an executed notebook says of itself."""
     handout, question, before, time = first_cell(notebook).values()
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    tagged = [cell for cell in code if "headline" in cell.metadata.get("tags", [])]
+    tagged = [cell for cell in code if HEADLINE in cell.metadata.get("tags", [])]
     drawn = [cell for cell in tagged + code if _draws_committed_rows(cell.source)]
     answers = [output.data["text/markdown"] for output in _shown(tagged, "text/markdown")]
     headline = re.sub(_AROUND, "", answers[0], flags=re.DOTALL) if answers else ""
@@ -59,7 +66,8 @@ def _read_entry(path: Path) -> Entry:
     numbers = tuple(re.findall(r"\b\d\d\b", re.sub(r"\(.*?\)", "", before)))
     minutes = tuple(re.findall(r"\d+", time.replace("an hour", "60 minutes")))
     picture = next(iter(_shown(drawn, "image/png")), None)
-    return Entry(path.stem, editions, question, numbers, minutes, headline, picture)
+    title = notebook.cells[0].source.partition("\n")[0].removeprefix("# ")
+    return Entry(name, title, editions, question, numbers, minutes, headline, picture)
 
 
 def _draws_committed_rows(source: str) -> bool:
@@ -80,6 +88,27 @@ def first_cell(notebook: NotebookNode) -> dict[str, str]:
     return {mark: " ".join(match[1].split()) if match else "" for mark, match in matches.items()}
 
 
+def put_in_short(notebook: NotebookNode, name: str) -> None:
+    """Below its question, say the first sentence of what the notebook found, and show the picture of it."""
+    found = entry(name, notebook)
+    cells = [cell for cell in notebook.cells if IN_SHORT not in cell.metadata.get("tags", [])]
+    if found.headline and not notebooks.is_last(name):
+        text = f"**In short.** {first_sentence(found.headline)}"
+        cell = nbformat.v4.new_markdown_cell(text, id=IN_SHORT, metadata={"tags": [IN_SHORT]})
+        if found.picture:
+            title = found.picture.metadata.get("image/png", {}).get("alt", "")
+            png = base64.b64encode(_small(found.picture)).decode()
+            cell.source += f"\n\n![{title}](attachment:{IN_SHORT}.png)"
+            cell.attachments = {f"{IN_SHORT}.png": {"image/png": png}}
+        cells.insert(1, cell)
+    notebook.cells = cells
+
+
+def first_sentence(text: str) -> str:
+    """Up to a full stop before a capital, a formula or a name in code."""
+    return re.split(r"(?<=[.?!])\s+(?=[A-Z`*$])", text)[0]
+
+
 def map_table(entries: dict[str, Entry]) -> str:
     """Every notebook by chapter, in Markdown: its question, what to read before, minutes."""
     # By the number of their first notebook.
@@ -90,10 +119,9 @@ def map_table(entries: dict[str, Entry]) -> str:
     for name, entry in entries.items():
         if chapter := chapters.get(int(name[:2])):
             lines.append(f"| **{chapter}** |" + " |" * 4)
-        title = name[3:].replace("_", "_<wbr>")  # long names may be broken
         before = [links[number] for number in entry.read_before if number in links]
         cells = [
-            f"[{name[:2]} · {title}]({name}.ipynb)",
+            f"[{entry.title}]({name}.ipynb)",
             "both" if len(entry.editions) > 1 else "".join(entry.editions),
             in_short(entry.question),
             ", ".join(before),
@@ -119,8 +147,8 @@ def show_headline(entry: Entry) -> None:
     """Display what a notebook found: question, picture, answer. Nothing where there is no answer yet."""
     if not entry.headline:
         return
-    title = f"[{entry.name[:2]} · {entry.name[3:]}]({entry.name}.ipynb)"
-    display.display(display.Markdown(f"### {title}\n\n*{entry.question}*"))
+    title = f"### [{entry.title}]({entry.name}.ipynb)"
+    display.display(display.Markdown(f"{title}\n\n*{entry.question}*"))
     if entry.picture:
         bundle = {"image/png": _small(entry.picture), "text/plain": "<figure>"}
         metadata = entry.picture.metadata.get("image/png", {}) | {"width": _SHOWN_WIDTH}

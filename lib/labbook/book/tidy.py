@@ -15,6 +15,10 @@ from nbformat import NotebookNode
 from labbook.files import make_folder, write_atomically
 
 HIDE_INPUT = "hide-input"  # tag of a cell whose output is what one reads
+HEADLINE = (
+    "headline"  # tag of the answer that matters most, and of a cell that shows those of others
+)
+IN_SHORT = "in-short"  # tag of the cell that says below the question what was found
 CHECKER = "checker"  # tag of a cell that checks a step of an exercise
 METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
@@ -27,6 +31,7 @@ _SOLUTION = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _MARK = re.compile(r"^.*#[ \t]*(BEGIN|END) SOLUTION.*$", re.MULTILINE)
+_MINUTES = re.compile(r"\*\*Your turn.*?\*\((\d+) minutes", re.DOTALL)
 _STUB = r"\1# YOUR CODE HERE\n\1raise NotImplementedError()"
 
 
@@ -34,13 +39,16 @@ def tidy(notebook: NotebookNode) -> NotebookNode:
     """The notebook as it is committed: fixed metadata, tags, and outputs in which streams are not split."""
     notebook = nbformat.from_dict(deepcopy(notebook))
     notebook.update(metadata=nbformat.from_dict(METADATA), nbformat=4, nbformat_minor=5)
+    points = 1
     for cell in notebook.cells:
         tags = cell.metadata.get("tags")
         cell.metadata = NotebookNode(tags=tags) if tags else NotebookNode()
+        if cell.cell_type == "markdown" and (minutes := _MINUTES.search(cell.source)):
+            points = int(minutes[1])
         if HIDE_INPUT in (tags or []):  # JupyterLab folds it; the site does by the tag
             cell.metadata["jupyter"] = NotebookNode(source_hidden=True)
         if has_solution(cell) or CHECKER in (tags or []):
-            cell.metadata["nbgrader"] = _nbgrader(cell)
+            cell.metadata["nbgrader"] = _nbgrader(cell, points)
         for output in cell.get("outputs", []):
             if "metadata" in output:  # the size of an image matters
                 size = output.metadata.get("image/png")
@@ -48,12 +56,12 @@ def tidy(notebook: NotebookNode) -> NotebookNode:
     return CoalesceStreamsPreprocessor().preprocess(notebook, {})[0]
 
 
-def _nbgrader(cell: NotebookNode) -> NotebookNode:
-    """A solution is written by the learner; a checker is a point, and locked."""
+def _nbgrader(cell: NotebookNode, points: int) -> NotebookNode:
+    """A solution is written by the learner; a checker is locked, and gives a point a minute of its step."""
     is_checker = not has_solution(cell)
     metadata = NotebookNode(schema_version=3, grade_id=cell["id"], task=False)
     metadata.update(solution=not is_checker, grade=is_checker, locked=is_checker)
-    return NotebookNode(metadata, points=1) if is_checker else metadata
+    return NotebookNode(metadata, points=points) if is_checker else metadata
 
 
 def has_solution(cell: NotebookNode) -> bool:
@@ -62,17 +70,22 @@ def has_solution(cell: NotebookNode) -> bool:
 
 
 def cleared(notebook: NotebookNode) -> NotebookNode:
-    """A copy with stubs for solutions, and checkers that have yet to say something.
+    """A copy with stubs for solutions, without what its notebook found: no output from the first step on.
 
     Any cell may raise, as those do that use what is yet to be written: the copy runs to its end all the same.
     Raises ValueError: a solution has no end, or no beginning.
     """
     notebook = deepcopy(notebook)
+    notebook.cells = [
+        cell for cell in notebook.cells if IN_SHORT not in cell.metadata.get("tags", [])
+    ]
+    has_begun = False
     for cell in notebook.cells:
         if cell.cell_type == "code":
             tags = cell.metadata.get("tags", [])
             cell.metadata["tags"] = tags + ["raises-exception"]  # whose error stops nothing
-            if has_solution(cell) or CHECKER in tags:
+            has_begun = has_begun or has_solution(cell)
+            if has_begun or HEADLINE in tags:
                 cell.outputs = []
                 cell.execution_count = None
             cell.source = _SOLUTION.sub(_STUB, cell.source)

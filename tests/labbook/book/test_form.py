@@ -10,7 +10,7 @@ import pytest
 from library_imports import imported
 from nbformat import NotebookNode, v4
 
-from labbook.book.map import MARKS, first_cell
+from labbook.book.map import MARKS, entry, first_cell, first_sentence
 from labbook.book.notebooks import is_last, read_parameters
 from labbook.book.tidy import CHECKER, HIDE_INPUT, has_solution, tidy
 from labbook.project import project
@@ -32,6 +32,7 @@ def problems(notebook: NotebookNode, name: str) -> list[str]:
     if not is_last(name):
         problems += _title(notebook, name)
         problems += _sections(notebook)
+        problems += _in_short(notebook, name)
     return problems
 
 
@@ -51,16 +52,21 @@ def _execution(notebook: NotebookNode) -> Iterator[str]:
 
 def _title(notebook: NotebookNode, name: str) -> Iterator[str]:
     number, _, slug = name.partition("_")
-    wanted = f"# {number} · {slug}"
     first = notebook.cells[0].source.split("\n")[0] if notebook.cells else ""
-    if first != wanted:
-        yield f"the first line is {first!r}; allowed: {wanted!r}"
+    if not re.match(rf"# {number} · \w+", first):
+        yield f"the first line is {first!r}; allowed: '# {number} · a title in words'"
     about = first_cell(notebook)
     yield from (
         f"the first cell has no {what.strip('*:')}" for what, text in about.items() if not text
     )
     if not re.match(rf"`{slug}`, Spring (2025|2026)\b", about[MARKS[0]]):
         yield f"the first cell tells of {about[MARKS[0]]!r}; allowed: `{slug}` and its editions"
+
+
+def _in_short(notebook: NotebookNode, name: str) -> Iterator[str]:
+    text = f"**In short.** {first_sentence(entry(name, notebook).headline)}"
+    if not notebook.cells[1].source.startswith(text):
+        yield f"the second cell says {notebook.cells[1].source!r}; allowed: {text!r}, and the picture"
 
 
 def _sections(notebook: NotebookNode) -> Iterator[str]:

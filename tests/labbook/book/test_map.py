@@ -15,7 +15,7 @@ from labbook.book import notebooks
 
 NAME = "13_mixed_precision_accumulation"
 TITLE = """\
-# 13 · mixed_precision_accumulation
+# 13 · Adding up
 
 *Handout problem `mixed_precision_accumulation`, Spring 2025 and Spring 2026.*
 *Read before:* [11](11_benchmarking_script.ipynb) and [12](12_nsys_profile.ipynb). *Time:* 5 minutes to
@@ -96,10 +96,10 @@ def test_a_question_in_short():
 
 
 def test_the_map_has_a_line_for_each_notebook(entry_of):
-    *_, chapter, line = overview.map_table({NAME: entry_of()}).replace("<wbr>", "").splitlines()
+    *_, chapter, line = overview.map_table({NAME: entry_of()}).splitlines()
     assert chapter.startswith("| **Numbers** |")
     told = "both | Which of the four sums is far off? |  | 5, 15"
-    assert line == f"| [13 · {NAME[3:]}]({NAME}.ipynb) | {told} |"
+    assert line == f"| [13 · Adding up]({NAME}.ipynb) | {told} |"
 
 
 def test_other_notebooks_in_the_folder_are_no_part_of_the_workbook(entry_of):
@@ -114,7 +114,7 @@ def test_a_headline_is_shown_with_a_small_picture_or_without(entry_of, shown):
     shown.clear()
     overview.show_headline(entry_of(drawn("a plot"), answered("**(1)** Yes.")))
     question, picture, headline = shown
-    assert "13 · mixed" in question.data
+    assert "13 · Adding up" in question.data
     assert headline.data == "Yes."
     assert Image.open(io.BytesIO(picture["image/png"])).width < Image.open(io.BytesIO(PNG)).width
 
@@ -128,3 +128,15 @@ def test_every_notebook_tells_its_question_time_and_headline():
         )
         assert told, name
         assert set(entry.read_before) <= numbers - {name[:2]}, name
+
+
+def test_a_page_says_in_short_what_its_headline_says_once():
+    title = v4.new_markdown_cell(TITLE)
+    cells = [title, drawn("a plot"), answered("**(1)** It is 3.5 s. More follows.")]
+    notebook = v4.new_notebook(cells=cells)
+    for _ in range(2):
+        overview.put_in_short(notebook, NAME)
+        first, in_short, *rest = notebook.cells
+        assert (first, rest) == (title, cells[1:])
+        assert in_short.source == "**In short.** It is 3.5 s.\n\n![a plot](attachment:in-short.png)"
+        assert in_short.attachments["in-short.png"]["image/png"]

@@ -8,10 +8,10 @@ import nbformat
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
-from nbformat.v4 import new_code_cell, new_notebook
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from traitlets.config import Config
 
-from labbook.book.tidy import CHECKER, cleared, has_solution, tidy, write_copies
+from labbook.book.tidy import CHECKER, IN_SHORT, cleared, has_solution, tidy, write_copies
 from labbook.project import project
 
 SOLUTION = """\
@@ -53,15 +53,16 @@ def notebook():
     return new_notebook(cells=[new_code_cell(SOLUTION, execution_count=1), check] + list(uses))
 
 
-def test_in_a_copy_solutions_are_stubs_checkers_forget_any_cell_may_raise_and_the_rest_stays(
-    notebook,
-):
-    notebook.cells[-1].outputs = [nbformat.v4.new_output("stream", name="stdout", text="3\n")]
+def test_a_copy_has_stubs_any_cell_may_raise_and_nothing_shows_what_was_found(notebook):
+    output = nbformat.v4.new_output("stream", name="stdout", text="3\n")
+    notebook.cells[-1].outputs = [output]
+    card = new_code_cell("card()", outputs=[output])
+    in_short = new_markdown_cell("It is 3.", metadata={"tags": [IN_SHORT]})
+    notebook.cells = [in_short, card] + notebook.cells
     learners = cleared(notebook)
-    assert (learners.cells[0].source, notebook.cells[0].source) == (STUB, SOLUTION)
-    assert (learners.cells[1].source, learners.cells[1].outputs) == ("check(Sum)", [])
+    assert (learners.cells[1].source, notebook.cells[2].source) == (STUB, SOLUTION)
+    assert [cell.outputs for cell in learners.cells] == [[output], [], [], [], [], []]
     assert all("raises-exception" in cell.metadata["tags"] for cell in learners.cells)
-    assert learners.cells[-1].outputs == notebook.cells[-1].outputs
 
 
 def test_a_tidied_notebook_stays_and_a_messy_one_becomes_it(notebook):
@@ -89,13 +90,15 @@ def test_a_copy_that_is_there_stays(notebook, tmp_path):
 
 
 def test_nbgrader_knows_what_to_clear_and_what_to_grade(notebook):
-    solution, check = (cell.metadata["nbgrader"] for cell in tidy(notebook).cells[:2])
+    task = new_markdown_cell("**Your turn: a sum** *(15 minutes, hard)*. Add.")
+    notebook.cells.insert(0, task)
+    solution, check = (cell.metadata["nbgrader"] for cell in tidy(notebook).cells[1:3])
     assert (solution["solution"], solution["grade"]) == (True, False)
     assert (check["solution"], check["grade"], check["locked"], check["points"]) == (
         False,
         True,
         True,
-        1,
+        15,
     )
     assert solution["grade_id"] != check["grade_id"]
 
