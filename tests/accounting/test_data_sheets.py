@@ -4,12 +4,11 @@ import math
 
 import pytest
 
-from cs336_systems.accounting.data_sheets import hardware, hardware_names
+from cs336_systems.accounting.data_sheets import machines
 
 
-@pytest.mark.parametrize("name", hardware_names())
-def test_a_machine_is_plausible_and_has_a_source(name):
-    machine = hardware(name)
+@pytest.mark.parametrize("machine", machines().values(), ids=machines())
+def test_a_machine_is_plausible_and_has_a_source(machine):
     assert 1e14 < machine.flops_per_s < 1e16
     assert 1e10 < machine.memory_bytes < 1e12
     assert machine.memory_bytes_per_s > machine.inside_bytes_per_s > 0

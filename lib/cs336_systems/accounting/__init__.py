@@ -8,21 +8,20 @@ from importlib import import_module
 
 from cs336_systems.accounting import checkpoint_costs, sharding_costs
 from cs336_systems.accounting.attention_costs import (
-    attention_flops, attention_peak_breakdown, attention_peak_bytes, attention_saved_bytes,
-    attention_traffic_bytes, flash_bytes, flash_flops, flash_scores,
+    attention_flops, attention_peak_breakdown, attention_saved_bytes, attention_traffic_bytes,
+    flash_bytes, flash_flops, flash_scores,
 )  # fmt: skip
 from cs336_systems.accounting.collective_costs import (
     COLLECTIVES, MB, bus_factor, fit_alpha_beta, fit_collective, reference_link,
 )  # fmt: skip
-from cs336_systems.accounting.data_sheets import Hardware, hardware, hardware_names
-from cs336_systems.accounting.element_counts import DTYPE_BYTES
+from cs336_systems.accounting.data_sheets import Hardware, hardware, machines
+from cs336_systems.accounting.element_counts import DTYPE_BYTES, Counts
 from cs336_systems.accounting.flops import flops_breakdown, forward_flops, parameter_breakdown
 from cs336_systems.accounting.flops import parameter_count, roofline_seconds, utilisation
 from cs336_systems.accounting.model_memory import (
-    activation_bytes, block_activation_breakdown, head_activation_breakdown, parameter_bytes, peak_bytes,
-    peak_phases,
+    activation_bytes, parameter_bytes, peak_bytes, peak_phases, saved_by_block, saved_by_head,
 )  # fmt: skip
-from cs336_systems.accounting.network import Links, collective_finish
+from cs336_systems.accounting.network import ring_seconds
 
 
 def __getattr__(name: str) -> object:

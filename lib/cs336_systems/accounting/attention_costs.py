@@ -5,7 +5,6 @@ A 16-bit type means that the tensors themselves have it; the softmax inside is f
 """
 
 from cs336_systems.accounting.element_counts import FLOAT32_BYTES, dtype_bytes
-from cs336_systems.arguments import check_choice, check_positive_integers
 
 # Plain attention: forwards that a pass is worth. Fused: matmuls, and tensors as large as q that it moves.
 _FORWARDS = {"forward": 1, "backward": 2, "forward_backward": 3}
@@ -17,7 +16,6 @@ def attention_flops(
     batch_size: int, context_length: int, d_head: int, pass_: str = "forward"
 ) -> int:
     """Operations in the matmuls: 4 B T^2 d forward, twice that backward; the masked half is included."""
-    _check(batch_size, context_length, d_head, pass_)
     return _FORWARDS[pass_] * 4 * batch_size * context_length**2 * d_head
 
 
@@ -32,7 +30,6 @@ def attention_saved_bytes(
 
     float32: 12 B T d + 8 B T^2 + 4 B T, the mask T^2 more. It grows with the square of the context.
     """
-    _check(batch_size, context_length, d_head)
     width = dtype_bytes(dtype)
     rows = batch_size * context_length
     exponentials_and_sums = FLOAT32_BYTES * rows * (context_length + 1)
@@ -40,25 +37,15 @@ def attention_saved_bytes(
     return inputs_and_weights + exponentials_and_sums + is_causal * context_length**2
 
 
-def attention_peak_bytes(
-    batch_size: int, context_length: int, d_head: int, pass_: str = "forward_backward",
-    dtype: str = "float32", is_causal: bool = False,
-) -> int:  # fmt: skip
-    """Most bytes alive at once, q, k and v included: the sum of `attention_peak_breakdown`."""
-    alive = attention_peak_breakdown(batch_size, context_length, d_head, pass_, dtype, is_causal)
-    return sum(alive.values())
-
-
 def attention_peak_breakdown(
     batch_size: int, context_length: int, d_head: int, pass_: str = "forward_backward",
     dtype: str = "float32", is_causal: bool = False,
 ) -> dict[str, int]:  # fmt: skip
-    """What is alive at the peak, for a context at least as long as a head is wide.
+    """Bytes alive at the peak, by what they are, for a context at least as long as a head is wide.
 
     Both peaks lie in the softmax, at its division, and are 12 bytes a score forward and 24 backward, whatever
     the type: 16-bit scores are half as wide, and the quotient's rounded copy takes up the other half.
     """
-    _check(batch_size, context_length, d_head, pass_)
     rows = batch_size * context_length
     operand = dtype_bytes(dtype) * rows * d_head
     scores = FLOAT32_BYTES * rows * context_length
@@ -84,7 +71,6 @@ def attention_traffic_bytes(
     Forward makes 12 passes over the scores (write q k^T; scale; maximum; subtract; exponential; sum; divide;
     read for the matmul with v), backward 23, of which 17 belong to the softmax.
     """
-    _check(batch_size, context_length, d_head, pass_)
     forward = 12 * context_length + 4 * d_head + 4
     backward = 23 * context_length + 10 * d_head + 5
     elements = {"forward": forward, "backward": backward, "forward_backward": forward + backward}
@@ -98,13 +84,11 @@ def flash_flops(
 
     Backward computes S = Q K^T again, then dP, dV, dK and dQ (Dao 2023, algorithm 2).
     """
-    _check(sequences, context_length, d_head, pass_)
     return _MATMULS[pass_] * 2 * d_head * flash_scores(sequences, context_length, is_causal)
 
 
 def flash_scores(sequences: int, context_length: int, is_causal: bool = True) -> int:
     """Scores not masked away, T (T + 1) / 2 a sequence if causal: exponentials, forward and backward each."""
-    _check(sequences, context_length)
     keys = context_length * (context_length + 1) // 2 if is_causal else context_length**2
     return sequences * keys
 
@@ -120,12 +104,6 @@ def flash_bytes(
 
     Each row's logsumexp, in float32, is written forward and read backward.
     """
-    _check(sequences, context_length, d_head, pass_)
     logsumexps = 2 if pass_ == "forward_backward" else 1
     row = _TENSORS[pass_] * dtype_bytes(dtype) * d_head + logsumexps * FLOAT32_BYTES
     return sequences * context_length * row
-
-
-def _check(batch_size: int, context_length: int, d_head: int = 1, pass_: str = "forward") -> None:
-    check_positive_integers(batch_size=batch_size, context_length=context_length, d_head=d_head)
-    check_choice("pass of attention", pass_, _MATMULS)

@@ -43,7 +43,8 @@ class Hardware:
 
 
 @cache
-def _machines() -> dict[str, Hardware]:
+def machines() -> dict[str, Hardware]:
+    """Those of the table by name, the handout's first."""
     import pandas as pd  # in no rank
 
     table = pd.read_csv(_TABLE)
@@ -52,12 +53,7 @@ def _machines() -> dict[str, Hardware]:
     return {row["name"]: Hardware(**row) for row in table.to_dict("records")}
 
 
-def hardware_names() -> list[str]:
-    """The machines of the table, the handout's first."""
-    return list(_machines())
-
-
 def hardware(name: str) -> Hardware:
     """A machine of the table."""
-    check_choice("hardware", name, _machines())
-    return _machines()[name]
+    check_choice("hardware", name, machines())
+    return machines()[name]

@@ -27,15 +27,8 @@ def parameter_bytes(config: ModelConfig) -> int:
     return FLOAT32_BYTES * parameter_count(config)
 
 
-def block_activation_breakdown(
-    config: ModelConfig, batch_size: int, context_length: int, dtype: str = "float32"
-) -> dict[str, int]:
-    """`saved_by_block` of one TransformerBlock, by name, in the order of the forward."""
-    return saved_by_block(Counts(config, batch_size, context_length, dtype))
-
-
 def saved_by_block(n: Counts) -> dict[str, int]:
-    """Bytes that one TransformerBlock saves for its backward pass.
+    """Bytes that one TransformerBlock saves for its backward pass, by name, in the order of the forward.
 
     Parameters themselves are not counted; the 16-bit copies that autocast makes of them are. Autocast also
     copies the input of linear layers, once for every layer that reads it.
@@ -71,15 +64,8 @@ def saved_by_block(n: Counts) -> dict[str, int]:
     return before_scores | (fused if n.fused_attention else plain) | after_scores
 
 
-def head_activation_breakdown(
-    config: ModelConfig, batch_size: int, context_length: int, dtype: str = "float32"
-) -> dict[str, int]:
-    """`saved_by_head` by name: final norm, output head and cross-entropy."""
-    return saved_by_head(Counts(config, batch_size, context_length, dtype))
-
-
 def saved_by_head(n: Counts) -> dict[str, int]:
-    """Bytes saved for backward after the last block."""
+    """Bytes saved for backward by final norm, output head and cross-entropy."""
     return {
         "ln_final input": FLOAT32_BYTES * n.stream,
         "ln_final 1/rms": FLOAT32_BYTES * n.tokens,

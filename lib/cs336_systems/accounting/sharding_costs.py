@@ -18,17 +18,16 @@ temporaries with one number a row, padding, what the allocator and the matrix li
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from cs336_systems.accounting.collective_costs import MB
 from cs336_systems.accounting.element_counts import FLOAT32_BYTES, Counts, dtype_bytes
 from cs336_systems.accounting.flops import parameter_breakdown, parameter_count
 from cs336_systems.accounting.model_memory import saved_by_block, saved_by_head
-from cs336_systems.arguments import check_positive_integers
 from cs336_systems.configs import ModelConfig
 from cs336_systems.sharding import SHARDED, Sharding
 
 MOMENTS = ("initialised", "before step", "after step", "peak")
 CATEGORIES = SHARDED + ("rest",)
 TOKEN_BYTES = 2 * 8  # an id and a target, 64-bit integers
-MIB = 2**20
 
 
 def rank_bytes(collective: str, size: float, world_size: int) -> float:
@@ -44,7 +43,6 @@ def sent_bytes(
     config: ModelConfig, sharding: Sharding, world_size: int, dtype: str = "float32"
 ) -> dict[str, float]:
     """Bytes that a rank sends in a step, by collective (see `rank_bytes`)."""
-    check_positive_integers(world_size=world_size)
     numbers = parameter_count(config)
     if "parameters" in sharding.shards:
         replicated = _count(config, sharding.replicates)
@@ -103,7 +101,6 @@ def held_bytes(
         batch_size: sequences of this rank.
         device: "cuda", whose float32 attention lays its output out as the next projection reads it, or "cpu".
     """
-    check_positive_integers(world_size=world_size)
     replicated = FLOAT32_BYTES * _count(config, sharding.replicates)
     whole = FLOAT32_BYTES * parameter_count(config)
     share = replicated + (whole - replicated) / world_size
@@ -187,8 +184,8 @@ def memory_rows(
         {
             "moment": moment,
             "category": category,
-            "size_mib": size / MIB,
-            "predicted_mib": predicted[moment][category] / MIB,
+            "size_mib": size / MB,
+            "predicted_mib": predicted[moment][category] / MB,
         }
         for moment, sizes in held.items()
         for category, size in sizes.items()
@@ -206,8 +203,8 @@ def message_rows(
         {
             "collective": name,
             "calls": len(sent),
-            "sent_mb": sum(sent) / MIB,
-            "predicted_sent_mb": predicted.get(name, 0.0) / MIB,
+            "sent_mb": sum(sent) / MB,
+            "predicted_sent_mb": predicted.get(name, 0.0) / MB,
         }
         for name, sent in sizes.items()
     ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cs336_systems.accounting import attention_peak_bytes
+from cs336_systems.accounting import attention_peak_breakdown
 from cs336_systems.attention import baselines
 from cs336_systems.attention.flash_pytorch import FlashAttentionPyTorch
 from cs336_systems.attention.inputs import AttentionFunction
@@ -88,7 +88,8 @@ def why_not(case: Any, machine_lacks: Callable[..., str]) -> str:
     needed_bytes = 0
     if entry.holds_scores:
         sizes = case.batch_size, case.context_length, case.d_head
-        needed_bytes = attention_peak_bytes(*sizes, case.pass_, case.dtype, case.is_causal)
+        alive = attention_peak_breakdown(*sizes, case.pass_, case.dtype, case.is_causal)
+        needed_bytes = sum(alive.values())
     reason = entry.why_not(case.dtype, case.device)
     return reason or machine_lacks(case.device, case.dtype, entry.needs, needed_bytes)
 
