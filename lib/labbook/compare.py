@@ -61,14 +61,6 @@ def beside_published(
     keys = list(keys)
     theirs = theirs.rename(columns={value: "theirs", "gpu": "card"})
     ours = ours[keys + [value]].rename(columns={value: "ours"})
-    # Of a key one may have whole numbers, the other fractions.
-    numbers = dict.fromkeys(ours[keys].select_dtypes("number"), float)
-    theirs = theirs.astype(numbers)
-    ours = ours.astype(numbers)
-    both = theirs.merge(ours, on=keys)
-    both = both.dropna(subset=["theirs", "ours"])
-    # A gap in a key made floats of its whole numbers.
-    both[keys] = both[keys].convert_dtypes()
+    both = theirs.merge(ours, on=keys).dropna(subset=["theirs", "ours"])
     both["ratio"] = both["theirs"] / both["ours"]
-    columns = keys + ["theirs", "ours", "ratio", "card"]
-    return both[columns]
+    return both[keys + ["theirs", "ours", "ratio", "card"]]

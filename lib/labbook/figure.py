@@ -29,14 +29,6 @@ _TITLE = {"size": 14, "weight": "bold", "va": "top", "linespacing": 1.4}
 _SUBTITLE = {"size": 10, "color": MUTED, "va": "top", "linespacing": 1.5}
 _TITLE_LINE = 0.33  # inches
 _SUBTITLE_LINE = 0.26
-_LEGEND = {
-    "loc": "upper left",
-    "borderpad": 0,
-    "borderaxespad": 0,
-    "handlelength": 2.7,
-    "columnspacing": 1.6,
-    "handletextpad": 0.6,
-}
 _MOST_TICKS = 12
 NO_ROWS = "no rows yet: run this notebook's Measure section, or `python -m cs336_systems run`"
 
@@ -165,7 +157,7 @@ def _heading(chart: Chart, text: str, columns: int, **font: Any) -> Text:
 def _legend(chart: Chart, handles: Sequence[Artist]) -> Legend:
     """One line of legend; more lines when it would run off the figure."""
     for columns in range(len(handles), 0, -1):
-        legend = chart.legend(handles=handles, ncols=columns, **_LEGEND)
+        legend = chart.legend(handles=handles, ncols=columns)
         legend.set_in_layout(False)
         if columns == 1 or not _runs_off(legend, chart):
             return legend
@@ -223,11 +215,7 @@ def log_y(axes: Axes, values: pd.Series) -> None:
         return
     _log_scale(axes.set_yscale, values, 10)
     decades = np.log10(positive.max() / positive.min())
-    subs = (1, 2, 5)
-    if decades > 1.6:
-        subs = (1, 3)
-    if decades > 3:
-        subs = (1,)
+    subs = (1, 2, 5) if decades <= 2 else (1,)
     axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
     axes.yaxis.set_minor_locator(NullLocator())
     plain_numbers(axes.yaxis)

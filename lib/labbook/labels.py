@@ -106,12 +106,10 @@ def _vocabulary(path: Path) -> Vocabulary:
 def with_derived(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows and what can be derived from their columns; None where one of these is empty."""
     for name, (columns, label) in vocabulary().derivations.items():
-        if name in rows or not set(columns) <= set(rows):
-            continue
-        complete = rows[columns].dropna()
-        labels = [label(*values) for values in complete.itertuples(index=False)]
-        column = pd.Series(labels, complete.index, dtype=object).reindex(rows.index)
-        rows = rows.assign(**{name: column.where(column.notna(), None)})
+        if name not in rows and set(columns) <= set(rows):
+            points = rows[columns].itertuples(index=False)
+            labels = [None if pd.isna(list(values)).any() else label(*values) for values in points]
+            rows = rows.assign(**{name: pd.Series(labels, rows.index, dtype=object)})
     return rows
 
 

@@ -30,7 +30,7 @@ _BAR_WIDTH = 0.88  # of the room of a bar in its group
 _STACK_WIDTH = 0.74
 _LABEL_INCHES = 0.36  # the width of a number above a bar
 _PANEL_POINTS = 175  # height of a panel
-_MARK_POINTS = 11  # height of a mark in the zone of failures
+_MARK_POINTS = 11  # height of a line of words for what failed
 # Columns along which the rows of one stacked bar may differ: they are what a bar adds up.
 _ADDED = {
     "range",
@@ -65,7 +65,7 @@ def lines(
     logy: bool = True,
     sharey: bool = True,
 ) -> Drawing:
-    """One line for each value of `hue`, and a cross where memory ran out; medians with their spread."""
+    """One line for each value of `hue`, and a word where memory ran out; medians with their spread."""
     require_one_row_each(frame, x, hue, facet)
     marked, colors = _with_hue(frame, hue)
     places = _places(frame[x])
@@ -129,18 +129,28 @@ def _draw_lines(axes: Axes, rows: pd.DataFrame, y: str, colors: Mapping, *, has_
 
 
 def _mark_failures(panels: Sequence[tuple[Axes, pd.DataFrame]], y: str, colors: Mapping) -> None:
-    """A cross in the line's colour above the data, under the word "OOM" (or "error", "skipped")."""
+    """The word "OOM" (or "error", "skipped") above the data, in the colour of the line that has none."""
     most = 0
     for axes, rows in panels:
         failures = rows[rows[y].isna() & rows["status"].isin(STATUS_LABELS)]
         for x, of_place in failures.groupby("_x"):
-            words = of_place["status"].map(STATUS_LABELS).unique()
-            _mark(axes, x, 0, "/".join(words), MUTED, 8)
-            for line, value in enumerate(of_place["_hue"], start=1):
-                _mark(axes, x, line, "×", colors[value], 14)
+            words = of_place["status"].map(STATUS_LABELS)
+            for line, (value, word) in enumerate(zip(of_place["_hue"], words, strict=True), 1):
+                axes.annotate(
+                    word,
+                    (x, 1),
+                    (0, -_MARK_POINTS * line),
+                    xycoords=("data", "axes fraction"),
+                    textcoords="offset points",
+                    color=colors[value],
+                    size=8,
+                    weight="bold",
+                    ha="center",
+                    annotation_clip=False,
+                )
             most = max(most, len(of_place))
     if most:
-        _make_room_above(panels[0][0], min((26 + _MARK_POINTS * most) / _PANEL_POINTS, 0.5))
+        _make_room_above(panels[0][0], min(_MARK_POINTS * (most + 1) / _PANEL_POINTS, 0.5))
 
 
 def _make_room_above(axes: Axes, share: float) -> None:
@@ -149,23 +159,6 @@ def _make_room_above(axes: Axes, share: float) -> None:
     growth = share / (1 - share)
     is_log = axes.get_yscale() == "log"
     axes.set_ylim(top=top * (top / bottom) ** growth if is_log else top + (top - bottom) * growth)
-
-
-def _mark(axes: Axes, x: float, line: int, text: str, color: str, size: int) -> None:
-    """Write a mark into a line at the top of the panel."""
-    axes.annotate(
-        text,
-        (x, 1),
-        (0, -10 - _MARK_POINTS * line),
-        xycoords=("data", "axes fraction"),
-        textcoords="offset points",
-        color=color,
-        size=size,
-        weight="bold",
-        ha="center",
-        va="center",
-        annotation_clip=False,
-    )
 
 
 @plot

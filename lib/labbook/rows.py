@@ -32,7 +32,6 @@ _READ = {
     "exact": float,
     "bool": {"true": True, "false": False}.__getitem__,
 }
-_REPAIR = "restore the file from git, or move it away and measure again"
 
 
 class RowError(ValueError):
@@ -59,10 +58,20 @@ def save_rows(
     PermissionError: the folder cannot be written to.
     """
     path = figures_dir() / _file(machine, slug, table)
-    where = _name(path)
+    columns = schema().tables[table]
     records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows
-    batch = [checked(row, table, f"{where}, rows[{i}]", machine) for i, row in enumerate(records)]
-    _refuse_duplicates(batch, table, where)
+    batch: list[Row] = []
+    keys: set[str] = set()
+    for record in records:
+        try:
+            row = checked(record, columns, machine)
+            key = ", ".join(f"{name}={row[name]}" for name in columns.keys if name in row)
+            if key in keys:
+                raise ValueError(f"duplicate key {key}; allowed: once")
+        except ValueError as error:
+            raise RowError(f"{_name(path)}, rows[{len(batch)}]: {error}") from None
+        keys.add(key)
+        batch.append(row)
     if not batch:
         return path
     make_folder(path.parent)
@@ -72,7 +81,7 @@ def save_rows(
             run = run or runs.Run(slug, machine)
             run.write()
             batch = [{"run": run.name} | row for row in batch]
-        after = _replaced(before, batch, schema().tables[table])
+        after = _replaced(before, batch, columns)
         write_atomically(path, after.to_csv(index=False, lineterminator="\n"))
         runs.remove_unused(machine, set(before["run"]) - set(after["run"]) - {""})
     return path
@@ -125,53 +134,39 @@ def published(name: str) -> pd.DataFrame:
 # One value, one row.
 
 
-def checked(record: Mapping[str, Any], table: str, where: str, machine: str) -> Row:
-    """The record with each value as its column stores it; empty ones are left out.
+def checked(record: Mapping[str, Any], columns: Table, machine: str) -> Row:
+    """The record with each value as its column stores it, without empty ones; these may be of other tables.
 
-    An empty value may be given for a column that the table does not have.
-    Raises RowError: one sentence: where, what was given, what is allowed.
+    Raises ValueError: what was given, what is allowed.
     """
-    columns = schema().tables[table]
-    _check_names(record, columns, where, machine)
+    if record.get("machine", machine) != machine:
+        raise ValueError(f"machine is {record['machine']!r}; allowed in this folder: {machine!r}")
+    for name, value in record.items():
+        is_known = name == "machine" or name in columns.types
+        if not (is_known or value == "" or pd.isna(value)):  # of a frame with more columns
+            allowed = ", ".join(columns.keys | columns.values)
+            raise ValueError(f"there is no column {name!r}; allowed: {allowed}")
     row: Row = {"status": "ok"}
     for name, kind in columns.types.items():
         try:
             value = _stored(name, kind, record.get(name))
         except ValueError as error:
-            raise RowError(f"{where}: {name} is {record[name]!r}; {error}") from None
+            raise ValueError(f"{name} is {record[name]!r}; {error}") from None
         if value is not None:
             row[name] = value
-    _check_status(row, columns, where)
-    spread = [row[name] for name in ("p20_ms", "p50_ms", "p80_ms") if name in row]
-    if spread != sorted(spread):
-        raise RowError(f"{where}: p20_ms, p50_ms, p80_ms are {spread}; allowed: none falls")
-    return row
-
-
-def _check_names(record: Mapping[str, Any], columns: Table, where: str, machine: str) -> None:
-    """Refuse a row of another machine, and values of columns that the table does not have."""
-    measured_on = record.get("machine", machine)
-    if measured_on != machine:
-        message = f"machine is {measured_on!r}; allowed in this folder: {machine!r}"
-        raise RowError(f"{where}: {message}")
-    for name in [name for name in record if name not in columns.types and name != "machine"]:
-        value = record[name]
-        if value not in (None, "") and not pd.isna(value):  # of a frame with more columns
-            allowed = ", ".join(list(columns.types)[:-1])
-            raise RowError(f"{where}: there is no column {name!r}; allowed: {allowed}")
-
-
-def _check_status(row: Row, columns: Table, where: str) -> None:
-    """Refuse a row that is ok and says nothing, and times of what ran out of memory, say."""
+    status = row["status"]
     values = [name for name in columns.values if name in row]
     times = [name for name in values if name.endswith("_ms")]
-    status = row["status"]
     if status == "ok" and not values:
         allowed = ", ".join(columns.values)
-        raise RowError(f"{where}: there is no value; allowed with status 'ok': some of {allowed}")
+        raise ValueError(f"there is no value; allowed with status 'ok': some of {allowed}")
     if status != "ok" and times:
-        message = f"{times[0]} is {row[times[0]]}; allowed with status {status!r}: no time"
-        raise RowError(f"{where}: {message}")
+        name = times[0]
+        raise ValueError(f"{name} is {row[name]}; allowed with status {status!r}: no time")
+    spread = [row[name] for name in ("p20_ms", "p50_ms", "p80_ms") if name in row]
+    if spread != sorted(spread):
+        raise ValueError(f"p20_ms, p50_ms, p80_ms are {spread}; allowed: none falls")
+    return row
 
 
 def _stored(column: str, kind: str, value: Any) -> int | float | str | bool | None:
@@ -193,16 +188,6 @@ def _stored(column: str, kind: str, value: Any) -> int | float | str | bool | No
         if kind == "int" and value >= 0 and float(value).is_integer():
             return int(value)
     raise ValueError(f"allowed: {_EXPECTED.get(kind, 'a finite number')}")
-
-
-def _refuse_duplicates(batch: Sequence[Row], table: str, where: str) -> None:
-    seen = set()
-    for number, row in enumerate(batch):
-        keys = [f"{name}={row[name]}" for name in schema().tables[table].keys if name in row]
-        key = ", ".join(keys)
-        if key in seen:
-            raise RowError(f"{where}, rows[{number}]: duplicate key {key}; allowed: once")
-        seen.add(key)
 
 
 # The file.
@@ -233,22 +218,25 @@ def _read(path: Path, table: str) -> pd.DataFrame:
         return pd.DataFrame(columns=types, dtype=object)
     try:
         text = io.StringIO(path.read_bytes().decode(), newline="")
-        header, *lines = list(csv.reader(text, strict=True))
+        header, *lines = csv.reader(text, strict=True)
     except (ValueError, csv.Error) as error:
-        reason = f"is damaged ({error or 'it is empty'})"
-        raise RowError(f"{_name(path)} {reason}; {_REPAIR}") from None
-    strange = set(header) - set(types)
-    missing = set(columns.keys) - set(header)
-    if strange or missing or len(set(header)) < len(header):
-        message = f"the columns are {', '.join(header)}; allowed: {', '.join(types)}"
-        raise RowError(f"{_name(path)}, line 1: {message}; {_REPAIR}")
+        raise _damaged(path, error or "it is empty") from None
+    names = set(header)
+    if names - set(types) or set(columns.keys) - names or len(names) < len(header):
+        message = f"line 1 has the columns {', '.join(header)}; allowed: {', '.join(types)}"
+        raise _damaged(path, message)
     for number, fields in enumerate(lines, start=2):
         if len(fields) != len(header):
-            message = f"{len(fields)} fields for {len(header)} columns"
-            raise RowError(f"{_name(path)}, line {number} is damaged ({message}); {_REPAIR}")
+            message = f"line {number} has {len(fields)} fields for {len(header)} columns"
+            raise _damaged(path, message)
     frame = pd.DataFrame(lines, range(2, len(lines) + 2), header, dtype=object)
     frame = frame.drop_duplicates(list(columns.keys), keep="last")
     return frame.reindex(columns=types, fill_value="")
+
+
+def _damaged(path: Path, message: object) -> RowError:
+    repair = "restore the file from git, or move it away and measure again"
+    return RowError(f"{_name(path)} is damaged: {message}; {repair}")
 
 
 def _typed(fields: pd.Series, kind: str, path: Path) -> pd.Series:

@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Iterable
 from contextlib import AbstractContextManager
 from itertools import cycle
+from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.style
@@ -28,33 +29,14 @@ YELLOW = "#F0E442"
 COLORS = {name.lower(): color for name, color in globals().items() if name.isupper()}
 INK = BLACK
 MUTED = "#6B7280"
-GRID = "#E5E7EB"
 PAPER = "#FFFFFF"
 ZONE = "#F3F4F6"  # where nothing could be measured
-_FRAME = "#C4C9D1"
 _SPARE = [BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, INK]
-
-# fmt: off
-STYLE = {
-    "figure.dpi": 160, "savefig.dpi": 160, "font.size": 10.5, "text.color": INK,
-    "axes.labelcolor": MUTED, "axes.labelpad": 7.0,
-    "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 9.0,
-    "axes.edgecolor": _FRAME, "axes.linewidth": 0.9, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.spines.left": False, "axes.axisbelow": True,
-    "axes.grid": True, "axes.grid.axis": "y", "grid.color": GRID, "grid.linewidth": 0.9,
-    "xtick.color": _FRAME, "xtick.labelcolor": MUTED, "xtick.labelsize": 10, "xtick.major.size": 4,
-    "ytick.labelcolor": MUTED, "ytick.labelsize": 10, "ytick.major.size": 0,
-    "xtick.minor.size": 0, "ytick.minor.size": 0,
-    "lines.linewidth": 2.0, "lines.markersize": 6.5,
-    "legend.frameon": False, "legend.fontsize": 10,
-    "svg.fonttype": "path", "svg.hashsalt": "cs336",
-}
-# fmt: on
 
 
 def in_style() -> AbstractContextManager:
     """Matplotlib's defaults and our settings, whatever the user's are."""
-    return mpl.style.context(["default", STYLE])
+    return mpl.style.context(["default", Path(__file__).with_name("labbook.mplstyle")])
 
 
 def palette(values: Iterable[Hashable], column: str | None) -> dict[Hashable, str]:
