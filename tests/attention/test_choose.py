@@ -1,15 +1,17 @@
 """Which kernels, tiles and splits are chosen, and how they are launched, told without a GPU."""
 
 import inspect
+import itertools
+from pathlib import Path
 
 import nbformat
+import pandas as pd
 import pytest
 import torch
 
 from cs336_systems.attention.choose import Problem, choose
 from cs336_systems.attention.tiles import (
     HOPPER_TILES,
-    INTERPRETER,
     KERNELS,
     OWN_KEYS,
     select_tuning,
@@ -23,116 +25,41 @@ from cs336_systems.attention.launcher import Launcher
 from cs336_systems.attention.layouts import kernel_layout, layout, tma_compatible
 from labbook.project import project
 
-HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
-BF16, FP32 = torch.bfloat16, torch.float32
-TWO, ONE, OWN, SPLIT3 = (
-    ["dq", "dkdv"],
-    ["backward"],
-    ["hopper_backward"],
-    ["bf16x3_dq", "bf16x3_dkdv"],
+HOPPER = (9, 0)
+AMPERE = (8, 0)
+BLACKWELL = (10, 0)
+BF16 = torch.bfloat16
+FP32 = torch.float32
+# programs: of a persistent kernel. same: gradients have the same bits every time.
+PLANS = pd.read_csv(Path(__file__).with_name("plans.csv"), comment="#", dtype={"gpu": str})
+
+
+@pytest.mark.parametrize(
+    "row", list(PLANS.itertuples()), ids=lambda row: f"{row.kernels} {row.Index}"
 )
-
-
-def plan(n, d=64, heads=1, causal=True, dtype=BF16, gpu=HOPPER, sms=132, tf32=False, same=None):
-    """same: the bits of a backward pass; None for a forward. n: queries and keys, or both."""
-    n_queries, n_keys = n if isinstance(n, tuple) else (n, n)
-    tuning = select_tuning(dtype, d, gpu, sms, tf32)
-    return choose(
-        Problem(1, heads, n_queries, n_keys, causal, same is not None, bool(same)), tuning
-    )
-
-
-# Arguments of `plan`; kernel; queries and keys of its tile; splits; programs, if persistent.
-FORWARD = [
-    # the largest tile that gives an SM nearly two programs; they share one only where they end together
-    (dict(n=300, d=40, heads=8, sms=9), "hopper_forward", (192, 128), 1, 9),
-    (dict(n=300, d=40, heads=8, sms=10), "hopper_forward", (64, 128), 1, 20),
-    (dict(n=300, d=128, heads=8, sms=13), "hopper_forward", (128, 128), 1, 13),
-    (dict(n=300, d=128, heads=8, sms=14, causal=False), "hopper_forward", (64, 64), 1, 28),
-    # short sequences, of which there are enough for three programs an SM; persistent
-    (dict(n=1024, heads=256), "hopper_forward", (64, 64), 1, 396),
-    (dict(n=4097, heads=64), "hopper_forward", (192, 128), 1, 132),
-    # its persistent form spills
-    (dict(n=1025, heads=256, causal=False), "hopper_forward", (192, 128), 1, None),
-    # long ones
-    (dict(n=16_384, heads=16), "hopper_forward", (192, 128), 1, 132),
-    (
-        dict(n=16_384, d=32, heads=16),
-        "hopper_forward",
-        (192, 128),
-        1,
-        None,
-    ),  # small heads gain nothing
-    (dict(n=16_384, heads=1), "forward", (64, 128), 2, None),
-    # splits while SMs have no programs; not where what is written would take longer
-    (dict(n=512), "hopper_forward", (64, 128), 1, None),
-    (dict(n=1024), "forward", (64, 128), 4, None),
-    (dict(n=32_768), "hopper_forward", (64, 128), 1, 264),
-    (dict(n=1024, heads=4), "hopper_forward", (64, 128), 1, None),
-    (dict(n=1024, d=256), "forward", (128, 64), 4, None),
-    (dict(n=1024, dtype=FP32, gpu=AMPERE), "forward", (32, 32), 8, None),
-    # float32: small tiles for few programs; operands split by bf16x3 for long sequences
-    (dict(n=511, dtype=FP32, heads=200), "forward", (64, 64), 1, None),
-    (dict(n=100, dtype=FP32, heads=70), "forward", (64, 64), 1, None),
-    (dict(n=100, dtype=FP32, heads=20), "forward", (16, 64), 1, None),
-    (dict(n=1024, dtype=FP32, sms=142), "bf16x3_forward", (128, 64), 8, None),
-    (dict(n=(2048, 1024), dtype=FP32, d=33, heads=16), "bf16x3_forward", (128, 64), 1, None),
-    (dict(n=2048, dtype=FP32, d=32, heads=16), "bf16x3_forward", (128, 64), 1, None),
-    (dict(n=2047, dtype=FP32, d=32, heads=16), "forward", (64, 64), 2, None),
-    (dict(n=4096, dtype=FP32, d=256, heads=16), "forward", (32, 32), 1, None),
-    (dict(n=4096, dtype=FP32, heads=16, tf32=True), "forward", (32, 64), 1, None),
-    (dict(n=4096, dtype=FP32, heads=16, gpu=AMPERE), "forward", (32, 32), 1, None),
-    (dict(n=4096, dtype=FP32, gpu=INTERPRETER, sms=1), "forward", (64, 64), 1, None),
-]
-# Arguments of `plan`; kernels; splits.
-BACKWARD = [
-    # Hopper's own: long sequences, a program for every SM, bits that need not be the same every time
-    (dict(n=1100, d=40, heads=8, sms=72, same=False), OWN, 1),
-    (dict(n=1100, d=40, heads=8, sms=73, same=False), TWO, 1),
-    (dict(n=1100, d=40, heads=8, sms=72, same=True), TWO, 1),
-    (dict(n=600, d=40, heads=8, sms=24, same=False, causal=False), OWN, 1),
-    (dict(n=512, d=40, heads=8, sms=24, same=False, causal=False), TWO, 1),
-    (dict(n=769, d=72, heads=8, sms=24, same=False), OWN, 1),
-    # few programs go into one launch, split or not; not where they make scores in chunks
-    (dict(n=300, d=40, heads=8, sms=40, same=False), ONE, 1),
-    (dict(n=512, heads=16, same=False), ONE, 1),
-    (dict(n=1024, heads=16, same=False), TWO, 1),
-    (dict(n=16_384, same=False), ONE, 2),
-    (dict(n=512, d=256, same=False), TWO, 1),
-    (dict(n=256, heads=16, dtype=FP32, same=False), TWO, 1),
-    (dict(n=256, dtype=FP32, same=False), ONE, 8),
-    # as the forward does, or scores would be rounded otherwise
-    (dict(n=1024, dtype=FP32, same=False), SPLIT3, 8),
-    (dict(n=(2048, 1024), dtype=FP32, d=33, heads=16, same=False), SPLIT3, 2),
-    (dict(n=2047, dtype=FP32, d=32, heads=16, same=False), TWO, 1),
-    (dict(n=4096, dtype=FP32, heads=16, tf32=True, same=False), TWO, 1),
-]
-
-
-@pytest.mark.parametrize(("case", "kernel", "tile", "splits", "persistent"), FORWARD, ids=str)
-def test_forward(case, kernel, tile, splits, persistent):
-    chosen = plan(**case)
-    ((name, its_tile),) = chosen.tiles.items()
-    programs = chosen.programs[name] if chosen.persistent else None
-    assert (name, (its_tile.block_m, its_tile.block_n), chosen.splits, programs) == (
-        kernel, tile, splits, persistent,
-    )  # fmt: skip
-    keys = case["n"][1] if isinstance(case["n"], tuple) else case["n"]
-    assert splits == 1 or (splits - 1) * chosen.split_size < keys <= splits * chosen.split_size
-    assert chosen.split_size % its_tile.block_m == chosen.split_size % its_tile.block_n == 0
-
-
-@pytest.mark.parametrize(("case", "kernels", "splits"), BACKWARD, ids=str)
-def test_backward(case, kernels, splits):
-    chosen = plan(**case)
-    assert (list(chosen.tiles), chosen.splits) == (kernels, splits)
+def test_a_plan(row):
+    backward = row.pass_ == "backward"
+    capability = tuple(map(int, row.gpu.split(".")))
+    tuning = select_tuning(getattr(torch, row.dtype), row.d, capability, row.sms, row.tf32)
+    sizes = row.n_queries, row.n_keys, row.causal, backward, row.same
+    plan = choose(Problem(1, row.heads, *sizes), tuning)
+    assert " ".join(plan.tiles) == row.kernels
+    assert plan.splits == row.splits
+    if backward:
+        return
+    ((kernel, tile),) = plan.tiles.items()
+    assert f"{tile.block_m}x{tile.block_n}" == row.tile
+    assert (plan.programs[kernel] if plan.persistent else 0) == row.programs
+    split = plan.split_size
+    assert row.splits == 1 or (row.splits - 1) * split < row.n_keys <= row.splits * split
+    assert split % tile.block_m == split % tile.block_n == 0
 
 
 @pytest.mark.parametrize(("kernel", "precision"), HOPPER_TILES)
 def test_tiles_go_from_large_to_small(kernel, precision):
     side = "block_n" if kernel in OWN_KEYS else "block_m"
     for tiles in HOPPER_TILES[kernel, precision].values():
-        rows = [(getattr(tile, side), tile.max_registers or 0) for tile in tiles]
+        rows = [(getattr(tile, side), tile.max_registers) for tile in tiles]
         assert rows == sorted(set(rows), reverse=True), "else a later one never runs"
 
 
@@ -158,28 +85,32 @@ def test_the_kernels_of_one_head_size_round_scores_alike(d, gpu):
 @pytest.mark.parametrize(("dtype", "tf32"), [(BF16, False), (FP32, True), (FP32, False)])
 def test_what_is_chosen_has_a_tile_on_every_gpu(capability, d, dtype, tf32):
     """Which compile: test_compile_resources."""
-    gpu = divmod(capability, 10)
-    tuning = select_tuning(dtype, d, gpu, 132, tf32)
-    sizes = {"heads": 16, "gpu": gpu, "dtype": dtype, "tf32": tf32}
-    for same, n in [(None, 128), (None, 8192), (False, 128), (False, 8192), (True, 8192)]:
-        chosen = plan(n, d, same=same, **sizes).tiles
+    tuning = select_tuning(dtype, d, divmod(capability, 10), 132, tf32)
+    for backward, same, n in itertools.product((False, True), (False, True), (128, 8192)):
+        chosen = choose(Problem(1, 16, n, n, True, backward, same), tuning).tiles
         assert all(tile in tuning.all_tiles(kernel) for kernel, tile in chosen.items())
         assert capability == 90 or chosen.keys() <= set(KERNELS)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "d", "gpu", "tf32", "use_tma"),
+    ("gpu", "d", "use_tma"),
     [
-        (BF16, 256, HOPPER, False, True), (BF16, 64, AMPERE, False, False),
-        (BF16, 64, BLACKWELL, False, True), (FP32, 64, HOPPER, False, False),
-        (BF16, 128, BLACKWELL, False, True), (BF16, 256, BLACKWELL, False, False),
-        (BF16, 64, (12, 0), False, True), (BF16, 128, (12, 0), False, False),
-        (FP32, 64, HOPPER, True, True), (FP32, 64, AMPERE, True, False),
-        (FP32, 64, INTERPRETER, False, True),
+        (HOPPER, 256, True),
+        (AMPERE, 64, False),
+        (BLACKWELL, 128, True),
+        (BLACKWELL, 256, False),
+        ((12, 0), 64, True),
+        ((12, 0), 128, False),
     ],
-)  # fmt: skip
-def test_tma_loads_where_it_costs_no_registers(dtype, d, gpu, tf32, use_tma):
-    assert select_tuning(dtype, d, gpu, 132, tf32).use_tma == use_tma
+)
+def test_tma_loads_where_it_costs_no_registers(gpu, d, use_tma):
+    assert select_tuning(BF16, d, gpu, 132).use_tma == use_tma
+
+
+def test_tma_loads_float32_for_hoppers_tf32_alone():
+    by_tma = {gpu: select_tuning(FP32, 64, gpu, 132, True).use_tma for gpu in (HOPPER, AMPERE)}
+    assert by_tma == {HOPPER: True, AMPERE: False}
+    assert not select_tuning(FP32, 64, HOPPER, 132).use_tma
 
 
 @pytest.mark.parametrize(
@@ -191,10 +122,9 @@ def test_races_are_looked_for_where_it_says(case, dtype, launched):
 
 def test_every_argument_is_at_its_place():
     """A compiled kernel takes all its arguments by position."""
-    x, transposed = (
-        ((2, 4, 1100, 40), (176_000, 44_000, 40, 1)),
-        ((2, 4, 1100, 40), (176_000, 40, 160, 1)),
-    )
+    shape = (2, 4, 1100, 40)
+    x = shape, (176_000, 44_000, 40, 1)
+    transposed = shape, (176_000, 40, 160, 1)
     tuning = select_tuning(torch.float16, 40, HOPPER, 1)
     launches = Launcher([x] * 5 + [transposed, x, transposed], tuning, True).launches
     known = {
@@ -203,7 +133,8 @@ def test_every_argument_is_at_its_place():
         "postprocess": {"dq_strides": transposed[1], "scale": 40**-0.5, "n_heads": 4},
     }
     for name, wanted in known.items():
-        names, values = launches[name].kernel.arg_names, launches[name].arguments
+        names = launches[name].kernel.arg_names
+        values = launches[name].arguments
         found = dict(zip(names[len(names) - len(values) :], values, strict=True))
         assert {key: found[key] for key in wanted} == wanted
 
@@ -218,7 +149,7 @@ def test_kernels_get_what_they_can_load(shape, use_tma):
         torch.stack([plain, plain], -1)[..., 0],
         plain[:1].expand(shape),
     )
-    for x in (plain, *strided):
+    for x in (plain,) + strided:
         sizes, strides = kernel_layout(layout(x), 2, use_tma)
         assert tuple(sizes) == shape
         assert kernel_layout((sizes, strides), 2, use_tma) == (sizes, strides)

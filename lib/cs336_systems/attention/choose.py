@@ -11,6 +11,7 @@ from cs336_systems.attention.tiles import (
     OWN_KEYS,
     PERSISTENT_HEADS,
     PROGRAMS_PER_SM,
+    SHORT_LENGTH,
     WARP_GROUP_ROWS,
     Tile,
     Tuning,
@@ -119,7 +120,7 @@ def _hopper_backward_runs(problem: Problem, tuning: Tuning) -> bool:
 def _tile(problem: Problem, tuning: Tuning, kernel: str) -> Tile:
     """That of short sequences, or the first that makes programs enough; the last where none does."""
     if kernel == "hopper_forward" and _is_short(problem, tuning):
-        return tuning.short[1]
+        return tuning.short
     *larger, last = tuning.tiles[kernel]
     for tile in larger:
         unequal = problem.is_causal and tile.max_registers  # programs that share an SM
@@ -129,12 +130,12 @@ def _tile(problem: Problem, tuning: Tuning, kernel: str) -> Tile:
 
 
 def _is_short(problem: Problem, tuning: Tuning) -> bool:
-    """Whether sequences are short, and many: see SHORT_SEQUENCES."""
-    if tuning.short is None or problem.n_keys > tuning.short[0] // (1 if problem.is_causal else 4):
+    """Whether sequences are short, and many: see SHORT_LENGTH."""
+    longest = SHORT_LENGTH if problem.is_causal else SHORT_LENGTH // 4
+    if tuning.short is None or problem.n_keys > longest:
         return False
-    tile = tuning.short[1]
-    enough = PROGRAMS_PER_SM["hopper_forward"] * _programs_at_once(tuning, tile)
-    return _programs(problem, "hopper_forward", tile) >= enough
+    enough = PROGRAMS_PER_SM["hopper_forward"] * _programs_at_once(tuning, tuning.short)
+    return _programs(problem, "hopper_forward", tuning.short) >= enough
 
 
 def _programs_at_once(tuning: Tuning, tile: Tile) -> int:

@@ -10,6 +10,7 @@ The portable ones, for all other GPUs, were only compiled: they fit the 99 KiB o
 has on the smallest.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -18,17 +19,11 @@ import torch
 
 KERNELS = ("forward", "dq", "dkdv", "backward")  # in Triton, for every GPU
 GLUON_KERNELS = ("hopper_forward", "hopper_backward")  # for Hopper alone, as are
-BF16X3_KERNELS = (
-    "bf16x3_forward",
-    "bf16x3_dq",
-    "bf16x3_dkdv",
-)  # Triton's, of operands in three parts
+# Triton's, of operands in three parts
+BF16X3_KERNELS = ("bf16x3_forward", "bf16x3_dq", "bf16x3_dkdv")
 HOPPER_KERNELS = GLUON_KERNELS + BF16X3_KERNELS
-OWN_KEYS = (
-    "dkdv",
-    "hopper_backward",
-    "bf16x3_dkdv",
-)  # whose programs own keys; those of others, queries
+# Whose programs own keys; those of others own queries.
+OWN_KEYS = ("dkdv", "hopper_backward", "bf16x3_dkdv")
 # How many programs each SM should get, if not one: the longest causal ones take as long as two on average.
 PROGRAMS_PER_SM = {"hopper_forward": 1.75} | dict.fromkeys(BF16X3_KERNELS, 0.45)
 # "hopper_backward" runs from more queries than these on, by head size: without a causal mask, and with one.
@@ -39,15 +34,13 @@ BF16X3_LENGTH = {32: 2048, 64: 512, 128: 512}
 # "backward" runs in place of "dq" and "dkdv" below this many programs an SM, or where its loop is split.
 ONE_LAUNCH = {"16bit": 2, "tf32": 2, "ieee": 1}
 WARP_GROUP_ROWS = 64  # of what a program owns, to a matmul of four warps
-# How numbers are multiplied: bfloat16 and float16; float32 in TF32; float32 without lost bits.
-PRECISIONS = ("16bit", "tf32", "ieee")
 Capability = tuple[int, int]
 INTERPRETER: Capability = (0, 0)  # in place of a compute capability
 
 
 @dataclass(frozen=True)
 class Tile:
-    """block_m queries by block_n keys; at most max_registers a thread (None: the compiler decides).
+    """block_m queries by block_n keys; at most max_registers a thread (0: the compiler decides).
 
     With a chunk, scores are made of so many dimensions at a time (see triton_forward).
     """
@@ -56,86 +49,141 @@ class Tile:
     block_n: int
     num_warps: int
     num_stages: int
-    max_registers: int | None = None
+    max_registers: int = 0
     chunk: int = 0
 
     def row(self) -> dict[str, int | None]:
         """Its columns in tables of rows."""
-        return vars(self) | {"chunk": self.chunk or None}
+        numbers = vars(self).items()
+        return {name: number or None for name, number in numbers}
 
 
-# (kernel, precision): {largest head size: its tiles}. Of several, the first that makes a program for every SM
-# (or PROGRAMS_PER_SM) runs, else the last: in "ieee" matmuls are so slow that an SM at work counts for more
-# than a large tile. Measured on an H200, one head of 1,024 and 4,096 tokens: the last takes 0.43 to 0.88 of
-# the first one's time. (Heads of 16 have one: small tiles took longer there.) Chunks smaller than the
-# head are the same in all kernels: rounded in another order, scores of 100 and more would no longer fit
-# the sums that the forward left. "hopper_forward" runs in place of "forward" where it has a tile. Its largest
-# takes all registers of an SM; with 128 registers two programs share one, which gains nothing where they end
-# at different times, as causal ones do.
-HOPPER_TILES = {
-    ("hopper_forward", "16bit"): {
-        64: [Tile(192, 128, 4, 2), Tile(64, 128, 4, 2, 128)],
-        128: [Tile(128, 128, 4, 2), Tile(64, 64, 4, 2, 128), Tile(64, 128, 4, 2)],
-    },
-    ("hopper_backward", "16bit"): {128: [Tile(64, 128, 4, 3)]},
-    ("bf16x3_forward", "ieee"): {64: [Tile(128, 64, 8, 2)], 128: [Tile(128, 32, 8, 2)]},
-    ("bf16x3_dq", "ieee"): {64: [Tile(128, 64, 8, 2)], 128: [Tile(64, 32, 4, 2)]},
-    ("bf16x3_dkdv", "ieee"): {128: [Tile(32, 64, 4, 2)]},
-    ("forward", "16bit"): {
-        64: [Tile(64, 128, 4, 3, 168)], 128: [Tile(64, 64, 4, 3)], 256: [Tile(128, 64, 8, 2)],
-    },
-    ("dq", "16bit"): {64: [Tile(64, 64, 4, 3)], 128: [Tile(128, 64, 8, 3)], 256: [Tile(64, 32, 8, 2)]},
-    ("dkdv", "16bit"): {64: [Tile(64, 64, 4, 3)], 128: [Tile(64, 64, 4, 2)], 256: [Tile(32, 64, 8, 2)]},
-    ("backward", "16bit"): {64: [Tile(64, 64, 4, 3)], 128: [Tile(32, 64, 4, 2)]},
-    ("forward", "tf32"): {
-        64: [Tile(32, 64, 4, 2, 168)], 128: [Tile(32, 64, 4, 2)], 256: [Tile(16, 16, 4, 1)],
-    },
-    ("dq", "tf32"): {64: [Tile(32, 64, 4, 2)], 128: [Tile(64, 32, 4, 2)], 256: [Tile(16, 16, 8, 1)]},
-    ("dkdv", "tf32"): {64: [Tile(64, 64, 4, 2)], 128: [Tile(32, 64, 8, 2)], 256: [Tile(16, 16, 8, 1)]},
-    ("backward", "tf32"): {64: [Tile(32, 64, 4, 2)], 128: [Tile(16, 16, 8, 2)]},
-    ("forward", "ieee"): {
-        16: [Tile(64, 64, 4, 2)], 32: [Tile(64, 64, 4, 2), Tile(16, 64, 4, 2)],
-        64: [Tile(64, 64, 4, 2), Tile(32, 64, 8, 2), Tile(16, 64, 8, 2)],
-        128: [Tile(32, 64, 8, 2, chunk=128), Tile(16, 64, 8, 2)], 256: [Tile(32, 32, 8, 1, chunk=32)],
-    },
-    ("dq", "ieee"): {
-        16: [Tile(64, 64, 4, 2)], 32: [Tile(64, 64, 4, 2), Tile(16, 64, 4, 2)],
-        64: [Tile(32, 64, 8, 2), Tile(16, 64, 8, 2)], 128: [Tile(16, 64, 8, 2)],
-        256: [Tile(16, 32, 8, 1, chunk=32)],
-    },
-    ("dkdv", "ieee"): {
-        16: [Tile(64, 64, 4, 2)], 32: [Tile(64, 128, 8, 2, chunk=32), Tile(32, 16, 4, 2)],
-        64: [Tile(32, 32, 4, 2), Tile(64, 16, 8, 2)], 128: [Tile(64, 16, 8, 2)],
-        256: [Tile(16, 16, 8, 1, chunk=32)],
-    },
-    ("backward", "ieee"): {
-        16: [Tile(64, 64, 4, 2)], 32: [Tile(32, 16, 4, 2)], 64: [Tile(32, 32, 8, 2, chunk=64)],
-        128: [Tile(32, 32, 8, 2, chunk=128)],
-    },
-}  # fmt: skip
+def _rows(kind: type, text: str) -> dict[tuple[str, str], dict[int, list[Any]]]:
+    """A table in words: (kernel, precision): {largest head size: of each of its rows a `kind`}."""
+    table: dict = defaultdict(lambda: defaultdict(list))
+    for row in text.strip().splitlines()[1:]:
+        kernel, precision, d, *numbers = row.split()
+        table[kernel, precision][int(d)].append(kind(*map(int, numbers)))
+    return dict(table)
+
+
+# Precisions: "16bit", bfloat16 and float16; "tf32", float32 in TF32; "ieee", float32 with all bits. Heads:
+# the largest head size that a tile is for. Of several tiles the first that makes a program for every SM (or
+# PROGRAMS_PER_SM) runs, else the last: in "ieee" matmuls are so slow that an SM at work counts for more than
+# a large tile. Measured on an H200, one head of 1,024 and 4,096 tokens: the last takes 0.43 to 0.88 of the
+# first one's time. (Heads of 16 have one: small tiles took longer there.) Chunks smaller than the head are
+# the same in all kernels: rounded in another order, scores of 100 and more would no longer fit the sums that
+# the forward left. "hopper_forward" runs in place of "forward" where it has a tile. Its largest takes all
+# registers of an SM; with 128 registers two programs share one, which gains nothing where they end at
+# different times, as causal ones do.
+HOPPER_TILES = _rows(
+    Tile,
+    """
+# kernel        precision heads  queries  keys  warps  stages  registers  chunk
+hopper_forward  16bit        64      192   128      4       2          0      0
+hopper_forward  16bit        64       64   128      4       2        128      0
+hopper_forward  16bit       128      128   128      4       2          0      0
+hopper_forward  16bit       128       64    64      4       2        128      0
+hopper_forward  16bit       128       64   128      4       2          0      0
+hopper_backward 16bit       128       64   128      4       3          0      0
+bf16x3_forward  ieee         64      128    64      8       2          0      0
+bf16x3_forward  ieee        128      128    32      8       2          0      0
+bf16x3_dq       ieee         64      128    64      8       2          0      0
+bf16x3_dq       ieee        128       64    32      4       2          0      0
+bf16x3_dkdv     ieee        128       32    64      4       2          0      0
+forward         16bit        64       64   128      4       3        168      0
+forward         16bit       128       64    64      4       3          0      0
+forward         16bit       256      128    64      8       2          0      0
+dq              16bit        64       64    64      4       3          0      0
+dq              16bit       128      128    64      8       3          0      0
+dq              16bit       256       64    32      8       2          0      0
+dkdv            16bit        64       64    64      4       3          0      0
+dkdv            16bit       128       64    64      4       2          0      0
+dkdv            16bit       256       32    64      8       2          0      0
+backward        16bit        64       64    64      4       3          0      0
+backward        16bit       128       32    64      4       2          0      0
+forward         tf32         64       32    64      4       2        168      0
+forward         tf32        128       32    64      4       2          0      0
+forward         tf32        256       16    16      4       1          0      0
+dq              tf32         64       32    64      4       2          0      0
+dq              tf32        128       64    32      4       2          0      0
+dq              tf32        256       16    16      8       1          0      0
+dkdv            tf32         64       64    64      4       2          0      0
+dkdv            tf32        128       32    64      8       2          0      0
+dkdv            tf32        256       16    16      8       1          0      0
+backward        tf32         64       32    64      4       2          0      0
+backward        tf32        128       16    16      8       2          0      0
+forward         ieee         16       64    64      4       2          0      0
+forward         ieee         32       64    64      4       2          0      0
+forward         ieee         32       16    64      4       2          0      0
+forward         ieee         64       64    64      4       2          0      0
+forward         ieee         64       32    64      8       2          0      0
+forward         ieee         64       16    64      8       2          0      0
+forward         ieee        128       32    64      8       2          0    128
+forward         ieee        128       16    64      8       2          0      0
+forward         ieee        256       32    32      8       1          0     32
+dq              ieee         16       64    64      4       2          0      0
+dq              ieee         32       64    64      4       2          0      0
+dq              ieee         32       16    64      4       2          0      0
+dq              ieee         64       32    64      8       2          0      0
+dq              ieee         64       16    64      8       2          0      0
+dq              ieee        128       16    64      8       2          0      0
+dq              ieee        256       16    32      8       1          0     32
+dkdv            ieee         16       64    64      4       2          0      0
+dkdv            ieee         32       64   128      8       2          0     32
+dkdv            ieee         32       32    16      4       2          0      0
+dkdv            ieee         64       32    32      4       2          0      0
+dkdv            ieee         64       64    16      8       2          0      0
+dkdv            ieee        128       64    16      8       2          0      0
+dkdv            ieee        256       16    16      8       1          0     32
+backward        ieee         16       64    64      4       2          0      0
+backward        ieee         32       32    16      4       2          0      0
+backward        ieee         64       32    32      8       2          0     64
+backward        ieee        128       32    32      8       2          0    128
+""",
+)
 MERGE_TILE = Tile(8, 8, 4, 1)  # of the kernels after split loops; its rows divide all tiles
 PRE_POST_TILE = Tile(64, 128, 4, 1)  # of the kernels before and after "hopper_backward"
 BF16X3_TILE = Tile(32, 32, 4, 1)  # of the kernel before BF16X3_KERNELS
-PORTABLE_TILES = {
-    ("forward", "16bit"): {64: [Tile(64, 64, 4, 3)], 128: [Tile(128, 32, 8, 3)], 256: [Tile(64, 32, 8, 2)]},
-    ("dq", "16bit"): {64: [Tile(64, 64, 4, 2)], 128: [Tile(64, 32, 4, 2)], 256: [Tile(64, 32, 8, 1)]},
-    ("dkdv", "16bit"): {64: [Tile(32, 64, 4, 2)], 128: [Tile(32, 64, 8, 2)], 256: [Tile(32, 32, 8, 1)]},
-    ("backward", "16bit"): {64: [Tile(32, 64, 4, 2)], 128: [Tile(32, 64, 8, 2)]},
-    ("forward", "tf32"): {64: [Tile(64, 32, 4, 2)], 128: [Tile(32, 32, 4, 2)], 256: [Tile(16, 16, 4, 1)]},
-    ("dq", "tf32"): {64: [Tile(32, 32, 4, 2)], 128: [Tile(32, 32, 8, 1)], 256: [Tile(16, 16, 8, 1)]},
-    ("dkdv", "tf32"): {64: [Tile(32, 32, 4, 1)], 128: [Tile(16, 16, 4, 1)], 256: [Tile(16, 16, 8, 1)]},
-    ("backward", "tf32"): {64: [Tile(32, 32, 4, 1)], 128: [Tile(16, 16, 4, 1)]},
-    ("forward", "ieee"): {
-        64: [Tile(32, 32, 4, 2)], 128: [Tile(16, 32, 4, 2)], 256: [Tile(16, 16, 8, 1, chunk=32)],
-    },
-    ("dq", "ieee"): {
-        64: [Tile(32, 32, 4, 2)], 128: [Tile(16, 32, 4, 1)], 256: [Tile(16, 32, 8, 1, chunk=32)],
-    },
-    ("dkdv", "ieee"): {
-        64: [Tile(16, 32, 4, 2)], 128: [Tile(16, 16, 4, 1)], 256: [Tile(16, 16, 8, 1, chunk=32)],
-    },
-    ("backward", "ieee"): {64: [Tile(16, 32, 4, 2)], 128: [Tile(16, 16, 4, 1)]},
-}  # fmt: skip
+PORTABLE_TILES = _rows(
+    Tile,
+    """
+# kernel        precision heads  queries  keys  warps  stages  registers  chunk
+forward         16bit        64       64    64      4       3          0      0
+forward         16bit       128      128    32      8       3          0      0
+forward         16bit       256       64    32      8       2          0      0
+dq              16bit        64       64    64      4       2          0      0
+dq              16bit       128       64    32      4       2          0      0
+dq              16bit       256       64    32      8       1          0      0
+dkdv            16bit        64       32    64      4       2          0      0
+dkdv            16bit       128       32    64      8       2          0      0
+dkdv            16bit       256       32    32      8       1          0      0
+backward        16bit        64       32    64      4       2          0      0
+backward        16bit       128       32    64      8       2          0      0
+forward         tf32         64       64    32      4       2          0      0
+forward         tf32        128       32    32      4       2          0      0
+forward         tf32        256       16    16      4       1          0      0
+dq              tf32         64       32    32      4       2          0      0
+dq              tf32        128       32    32      8       1          0      0
+dq              tf32        256       16    16      8       1          0      0
+dkdv            tf32         64       32    32      4       1          0      0
+dkdv            tf32        128       16    16      4       1          0      0
+dkdv            tf32        256       16    16      8       1          0      0
+backward        tf32         64       32    32      4       1          0      0
+backward        tf32        128       16    16      4       1          0      0
+forward         ieee         64       32    32      4       2          0      0
+forward         ieee        128       16    32      4       2          0      0
+forward         ieee        256       16    16      8       1          0     32
+dq              ieee         64       32    32      4       2          0      0
+dq              ieee        128       16    32      4       1          0      0
+dq              ieee        256       16    32      8       1          0     32
+dkdv            ieee         64       16    32      4       2          0      0
+dkdv            ieee        128       16    16      4       1          0      0
+dkdv            ieee        256       16    16      8       1          0     32
+backward        ieee         64       16    32      4       2          0      0
+backward        ieee        128       16    16      4       1          0      0
+""",
+)
 INTERPRETER_TILE = Tile(64, 64, 4, 1)
 
 
@@ -151,7 +199,8 @@ TMA_HEADS = {10: 128, 11: 128, 12: 64}
 # causal heads of 64 take 0.65 of the largest tile's time; 4,096 tokens, 64 causal heads, 0.93. Above, the
 # largest tile is as fast or faster. For heads of 128 it is so from 256 tokens on: 1.06 to 1.17 times as fast
 # as 64 by 64 on an H100.
-SHORT_SEQUENCES = {64: (4096, Tile(64, 64, 4, 3, 80))}
+SHORT_LENGTH = 4096
+SHORT_TILE = Tile(64, 64, 4, 3, 80)
 # From this head size on "hopper_forward" is persistent for long sequences too: heads of 64 and 128 take 0.93
 # to 1.01 of the time then, heads of 16 0.99 to 1.0, heads of 32 1.06 to 1.08 (1 to 64 heads of 4,096 to
 # 65,536 tokens, measured in turns).
@@ -176,18 +225,26 @@ class SplitLimits:
 
 
 # By kernel, precision and largest head size. Measured on an H200, 1 to 16 heads of 256 to 16,384 tokens.
-SPLITS = {
-    ("forward", "16bit"): {256: SplitLimits(256, 2048, 4, 4)},
-    ("backward", "16bit"): {64: SplitLimits(256, 1024, 8, 4), 256: SplitLimits(128, 704, 11, 4)},
-    ("forward", "ieee"): {
-        32: SplitLimits(64, 256, 8, 8), 128: SplitLimits(64, 512, 8, 8, 1), 256: SplitLimits(64, 256, 8, 8),
-    },
-    ("backward", "ieee"): {32: SplitLimits(32, 128, 8, 8), 256: SplitLimits(32, 512, 8, 8, 1)},
-    ("bf16x3_forward", "ieee"): {128: SplitLimits(128, 1024, 2, 8, 1)},
-    ("bf16x3_dq", "ieee"): {128: SplitLimits(128, 512, 4, 8, 2)},
-    ("bf16x3_dkdv", "ieee"): {128: SplitLimits(128, 512, 4, 8, 2)},
-}  # fmt: skip
-SPLITS |= {(kernel, "tf32"): SPLITS[kernel, "16bit"] for kernel in ("forward", "backward")}
+SPLITS = _rows(
+    SplitLimits,
+    """
+# kernel        precision heads  shortest  long  many  most  few
+backward        16bit        64       256  1024     8     4    0
+backward        16bit       256       128   704    11     4    0
+backward        tf32         64       256  1024     8     4    0
+backward        tf32        256       128   704    11     4    0
+backward        ieee         32        32   128     8     8    0
+backward        ieee        256        32   512     8     8    1
+bf16x3_dkdv     ieee        128       128   512     4     8    2
+bf16x3_dq       ieee        128       128   512     4     8    2
+bf16x3_forward  ieee        128       128  1024     2     8    1
+forward         16bit       256       256  2048     4     4    0
+forward         tf32        256       256  2048     4     4    0
+forward         ieee         32        64   256     8     8    0
+forward         ieee        128        64   512     8     8    1
+forward         ieee        256        64   256     8     8    0
+""",
+)
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity: it is a key of caches
@@ -195,25 +252,27 @@ class Tuning:
     """How tensors of one dtype and head size are computed on by one kind of GPU."""
 
     dtype: torch.dtype
-    precision: str  # one of PRECISIONS
+    precision: str  # of the tables above
     dot_precision: str  # of triton_common
     block_d: int  # the head size, rounded up to a power of two
     use_tma: bool  # TMA loads the tiles; otherwise threads do, by pointers
     tiles: dict[str, tuple[Tile, ...]]  # of every kernel that may run, from large to small
     splits: dict[str, SplitLimits]  # of those whose loop can be split
-    short: tuple[int, Tile] | None  # of SHORT_SEQUENCES
+    short: Tile | None  # SHORT_TILE, where it may run
     sm_count: int
 
     def with_tiles(self, **tiles: Tile | None) -> "Tuning":
         """The same with one tile for each of these kernels, or without the kernel for None."""
-        changed = self.tiles | {kernel: (tile,) for kernel, tile in tiles.items()}
-        changed = {kernel: each for kernel, each in changed.items() if None not in each}
-        return replace(self, tiles=changed, short=None if "hopper_forward" in tiles else self.short)
+        kept = {kernel: those for kernel, those in self.tiles.items() if kernel not in tiles}
+        changed = {kernel: (tile,) for kernel, tile in tiles.items() if tile}
+        short = None if "hopper_forward" in tiles else self.short
+        return replace(self, tiles=kept | changed, short=short)
 
     def all_tiles(self, kernel: str) -> tuple[Tile, ...]:
         """Every tile that this kernel may run with; none if it does not run."""
-        short = [self.short[1]] if self.short and kernel == "hopper_forward" else []
-        return tuple(dict.fromkeys((*self.tiles.get(kernel, ()), *short)))
+        tiles = self.tiles.get(kernel, ())
+        is_short = self.short and kernel == "hopper_forward"
+        return tiles + (self.short,) if is_short else tiles
 
 
 @cache
@@ -240,10 +299,8 @@ def select_tuning(
             if kernel not in BF16X3_KERNELS or block_d in BF16X3_LENGTH
         }
     loops = [kernel for kernel in tiles if (kernel, precision) in SPLITS]
-    splits = {kernel: _up_to(SPLITS[kernel, precision], block_d) for kernel in loops}
-    short = (
-        _up_to(SHORT_SEQUENCES, block_d) if "hopper_forward" in tiles and block_d <= 64 else None
-    )
+    splits = {kernel: _up_to(SPLITS[kernel, precision], block_d)[0] for kernel in loops}
+    short = SHORT_TILE if "hopper_forward" in tiles and block_d <= 64 else None
     # Float32 keeps its bits in a matmul as three bfloat16 each (six matmuls), or two TF32 (three). The first
     # has 0.3 to 0.6 of the error of PyTorch's attention on an H200, and is Hopper's. The second needs fewer
     # registers and is faster where programs are few, but was off by 2.5 to 3.2 times as much as PyTorch's in
@@ -261,6 +318,6 @@ def select_tuning(
     return Tuning(dtype, precision, dot, block_d, use_tma, tiles, splits, short, sm_count)
 
 
-def _up_to(sizes: dict[int, Any], block_d: int) -> Any:
+def _up_to(sizes: dict[int, list[Any]], block_d: int) -> list[Any]:
     """What is for the smallest of these head sizes that is large enough."""
     return sizes[min(size for size in sizes if size >= block_d)]
