@@ -80,58 +80,47 @@ def jobs(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
         (resolve([name], parameters)[0], texts) for name, texts in _entries(profile, profiles)
     ]
     if only:
-        entries = _kept(entries, resolve(only, parameters))
+        kept = resolve(only, parameters)
+        entries = [entry for entry in entries if entry[0] in kept]
+        has_entry = {name for name, _ in entries}
+        entries += [(name, {}) for name in kept if name not in has_entry]
     grid = _overriding(overrides, {name for name, _ in entries}, parameters)
     by_name: dict[str, Job] = {}
     errors: list[str] = []
     for name, texts in entries:
-        of_notebook = {key: grid[key] for key in grid if key in parameters[name]}
-        for point in _points(of_notebook):
-            values = _values(parameters[name], texts | point)
+        known = parameters[name]
+        for point in _points({key: grid[key] for key in grid if key in known}):
+            given = texts | point
+            values = {
+                key: convert(known[key].default, text) if key in known else text
+                for key, text in given.items()
+            }
             job = Job(notebooks.folder() / f"{name}.ipynb", values)
             by_name.setdefault(job.name, job)
-            sentences = parameter_errors(parameters[name], values, name.partition("_")[2])
+            sentences = parameter_errors(known, values, name.partition("_")[2])
             errors += [f"{name}: {error}" for error in sentences]
     if errors:
         raise BatchError("\n".join(dict.fromkeys(errors)))
     return list(by_name.values())
 
 
-Entry = tuple[str, dict[str, Any]]  # a notebook, and its parameters as text
-
-
-def _entries(profile: str, profiles: Mapping[str, Any]) -> Iterator[Entry]:
-    """One for each point of each grid of a profile, with those of the profiles that it includes."""
+def _entries(profile: str, profiles: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A notebook and parameters as text for each point of each grid of a profile, included ones too."""
     if profile not in profiles:
         raise BatchError(unknown("profile", profile, profiles))
     others = {name: entries for name, entries in profiles.items() if name != profile}
     for entry in profiles[profile] or []:
         match entry:
-            case {"profile": str(other)} if len(entry) == 1:
+            case {"profile": str(other)}:
                 yield from _entries(other, others)
-            case {"notebook": str(name)} if _is_well_formed(entry):
+            case {"notebook": str(name)} if entry.keys() <= {"notebook", "parameters", "grid"}:
                 for point in _points(entry.get("grid", {})):
                     yield name, entry.get("parameters", {}) | point
             case _:
-                allowed = (
-                    "notebook with parameters (a value each) and grid (a list each), or profile"
+                allowed = "notebook with parameters (a value each) and grid (a list each)"
+                raise BatchError(
+                    f"batch.yaml, {profile}: {entry!r}; allowed: {allowed}, or profile"
                 )
-                raise BatchError(f"batch.yaml, {profile}: {entry!r}; allowed: {allowed}")
-
-
-def _is_well_formed(entry: Mapping[str, Any]) -> bool:
-    grid = entry.get("grid", {})
-    if not isinstance(entry.get("parameters", {}), dict) or not isinstance(grid, dict):
-        return False
-    has_lists = all(isinstance(values, list) and values for values in grid.values())
-    return has_lists and entry.keys() <= {"notebook", "parameters", "grid"}
-
-
-def _kept(entries: list[Entry], names: list[str]) -> list[Entry]:
-    """Those of these notebooks; one that has none is executed with its defaults."""
-    kept = [(name, texts) for name, texts in entries if name in names]
-    has_entry = {name for name, _ in kept}
-    return kept + [(name, {}) for name in names if name not in has_entry]
 
 
 def _overriding(
@@ -151,14 +140,6 @@ def _overriding(
 def _points(grid: Mapping[str, list]) -> Iterable[dict[str, Any]]:
     """Every combination, the last name varying fastest; no names give one empty combination."""
     return (dict(zip(grid, point, strict=True)) for point in product(*grid.values()))
-
-
-def _values(parameters: Mapping[str, Parameter], texts: Mapping[str, Any]) -> dict[str, Any]:
-    """Texts as the types of the defaults; that of an unknown parameter, which is refused, as it is."""
-    return {
-        name: convert(parameters[name].default, text) if name in parameters else text
-        for name, text in texts.items()
-    }
 
 
 def run_batch(jobs: Sequence[Job], folder: Path, *, force: bool = False) -> list[Outcome]:

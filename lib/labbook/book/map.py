@@ -60,23 +60,24 @@ def entry(name: str, notebook: NotebookNode) -> Entry:
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     tagged = [cell for cell in code if HEADLINE in cell.metadata.get("tags", [])]
     drawn = [cell for cell in tagged + code if _draws_committed_rows(cell.source)]
-    answers = [output.data["text/markdown"] for output in _shown(tagged, "text/markdown")]
-    headline = re.sub(_AROUND, "", answers[0], flags=re.DOTALL) if answers else ""
+    answer = _first_shown(tagged, "text/markdown")
+    headline = answer and re.sub(_AROUND, "", answer.data["text/markdown"], flags=re.DOTALL)
     editions = tuple(re.findall(r"\b20\d\d\b", handout))
     numbers = tuple(re.findall(r"\b\d\d\b", re.sub(r"\(.*?\)", "", before)))
     minutes = tuple(re.findall(r"\d+", time.replace("an hour", "60 minutes")))
-    picture = next(iter(_shown(drawn, "image/png")), None)
+    picture = _first_shown(drawn, "image/png")
     title = notebook.cells[0].source.partition("\n")[0].removeprefix("# ")
-    return Entry(name, title, editions, question, numbers, minutes, headline, picture)
+    return Entry(name, title, editions, question, numbers, minutes, headline or "", picture)
 
 
 def _draws_committed_rows(source: str) -> bool:
     return "page.figure" in source and "here=True" not in source
 
 
-def _shown(cells: list[NotebookNode], kind: str) -> list[NotebookNode]:
-    """Outputs of a kind."""
-    return [output for cell in cells for output in cell.outputs if kind in output.get("data", {})]
+def _first_shown(cells: list[NotebookNode], kind: str) -> NotebookNode | None:
+    """The first output of a kind."""
+    outputs = [output for cell in cells for output in cell.outputs]
+    return next((output for output in outputs if kind in output.get("data", {})), None)
 
 
 def first_cell(notebook: NotebookNode) -> dict[str, str]:
@@ -114,8 +115,7 @@ def map_table(entries: dict[str, Entry]) -> str:
     # By the number of their first notebook.
     chapters = notebooks.read_yaml("book.yaml").get("chapters", {})
     links = {name[:2]: f"[{name[:2]}]({name}.ipynb)" for name in entries}
-    columns = ["notebook", "edition", "question", "read before", "minutes"]
-    lines = [_line(columns), "|:--|:--|:--|:--|:--|"]
+    lines = ["| notebook | edition | question | read before | minutes |", "|:--|:--|:--|:--|:--|"]
     for name, entry in entries.items():
         if chapter := chapters.get(int(name[:2])):
             lines.append(f"| **{chapter}** |" + " |" * 4)
@@ -127,12 +127,8 @@ def map_table(entries: dict[str, Entry]) -> str:
             ", ".join(before),
             ", ".join(entry.minutes),
         ]
-        lines.append(_line(cells))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def in_short(question: str) -> str:

@@ -43,7 +43,6 @@ _LIMITS = {
     "power_of_two": (lambda number, _: number & (number - 1) == 0, "a power of two"),
     "multiple_of": (lambda number, limit: limit <= 0 or number % limit == 0, "a multiple of {}"),
 }
-_RULE = {"text", "words", "by", "also", "may_be_empty"}.union(_LIMITS)
 
 
 class BatchError(ValueError):
@@ -157,7 +156,7 @@ def parameter_errors(
 ) -> list[str]:
     """A sentence for each given parameter that is not among the known or that cannot be right.
 
-    Raises BatchError: parameters.yaml cannot be read, or has a rule of an unknown kind.
+    Raises BatchError: parameters.yaml cannot be read.
     """
     errors = [
         _type_error(name, value, known[name].default)
@@ -190,13 +189,7 @@ def _type_error(name: str, value: Any, default: Any) -> str:
 def rules_of(slug: str) -> dict[str, dict[str, Any]]:
     """The rules for parameters of a notebook, by their names."""
     file = read_yaml("parameters.yaml")
-    rules = (file.get("every notebook") or {}) | (file.get(slug) or {})
-    for name, rule in rules.items():
-        if not isinstance(rule, dict) or rule.keys() - _RULE:
-            raise BatchError(
-                f"parameters.yaml, {name}: {rule!r}; allowed: {', '.join(sorted(_RULE))}"
-            )
-    return rules
+    return (file.get("every notebook") or {}) | (file.get(slug) or {})
 
 
 def _value_error(name: str, rule: Mapping[str, Any], values: Mapping[str, Any]) -> str:
@@ -223,7 +216,7 @@ def _words(rule: Mapping[str, Any], values: Mapping[str, Any]) -> list[Any]:
         words = words() if callable(words) else words
     if "by" in rule:
         words = words.get(values[rule["by"]], ())
-    return list(words) + list(rule.get("also", ()))
+    return list(words) + rule.get("also", [])
 
 
 def _pattern(item: Any) -> Any:
@@ -236,12 +229,11 @@ def _limits(number: float, rule: Mapping[str, Any], values: Mapping[str, Any]) -
     if not abs(number) <= sys.float_info.max:
         return "a finite number"
     kinds = [kind for kind in _LIMITS if kind in rule]
-    limits = [
-        (kind, limit) for kind in kinds for limit in _listed(values.get(rule[kind], rule[kind]))
-    ]
-    if all(_LIMITS[kind][0](number, limit) for kind, limit in limits):
-        return ""
-    return ", ".join(_LIMITS[kind][1].format(rule[kind]) for kind in kinds)
+    for kind in kinds:
+        for limit in _listed(values.get(rule[kind], rule[kind])):
+            if not _LIMITS[kind][0](number, limit):
+                return ", ".join(_LIMITS[kind][1].format(rule[kind]) for kind in kinds)
+    return ""
 
 
 def _listed(value: Any) -> list[Any]:

@@ -1,17 +1,15 @@
-"""Executed notebooks as a site that reads offline: chapters, search, a gallery of every plot, their rows.
+"""Executed notebooks as a site that reads offline: chapters, search, their rows.
 
 Sphinx builds it, with myst-nb and furo (`pip install -e '.[site]'`). Nothing is executed. The site of a run
 lies beside its notebooks; its first page says how each ended.
 """
 
-import base64
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from html import escape
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,7 +17,7 @@ import nbformat
 
 from labbook.book import batch, notebooks
 from labbook.book.notebooks import BatchError
-from labbook.files import find, locked
+from labbook.files import find, locked, make_folder
 from labbook.machine import load_card
 from labbook.project import project
 
@@ -75,15 +73,15 @@ def build(target: Path, executed: Path) -> Path:
     summary = batch.summary(list(filter(None, outcomes)))
     with locked(target), tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch, "source")
-        (source / "extra" / "plots").mkdir(parents=True)
+        (source / "extra").mkdir(parents=True)
         names = {path.stem.partition("-")[0]: path.stem for path in reversed(paths)}
-        plots = {path.stem: _page(path, source, names, bool(summary)) for path in paths}
-        _copy_rows(source / "extra" / "rows")
+        for path in paths:
+            _write_page(path, source, names, bool(summary))
         mathjax = Path(find_spec("jupyter_server_mathjax").origin).parent / "static"
         shutil.copytree(mathjax, source / "static" / "mathjax")
+        contents = _contents([path.stem for path in paths])
         texts = {
-            "index.md": _first_page(executed.name, summary) + _contents(list(plots)),
-            "gallery.md": _gallery(plots),
+            "index.md": _first_page(executed.name, summary) + contents,
             "conf.py": _CONFIG,
             "static/workbook.css": _STYLE,
             "static/mathjax/config/workbook.js": _MATHJAX,
@@ -104,15 +102,6 @@ def _first_page(machine: str, summary: str) -> str:
     return f"# The workbook on {machine}\n\n{card}\n\n~~~~text\n{summary}\n~~~~\n"
 
 
-def _gallery(plots: Mapping[str, Sequence[str]]) -> str:
-    """Lines of HTML by page."""
-    text = "# Every plot, and what it shows\n"
-    for name, lines in plots.items():
-        if lines:
-            text += f"\n## [{name[:2]}]({name}.ipynb)\n\n<p>{'</p><p>'.join(lines)}</p>\n"
-    return text
-
-
 def _run_sphinx(source: Path, built: Path, trees: Path) -> None:
     command = [sys.executable, "-m", "sphinx", "-q", "-j", "auto", "-d", trees, source, built]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -120,52 +109,22 @@ def _run_sphinx(source: Path, built: Path, trees: Path) -> None:
         raise BatchError(f"Sphinx could not build the site: {done.stderr.strip()[-500:]}")
 
 
-def _page(path: Path, source: Path, names: Mapping[str, str], may_be_empty: bool) -> list[str]:
-    """Write a notebook's page, its plots and its rows into the source; a line of HTML for each plot."""
+def _write_page(path: Path, source: Path, names: Mapping[str, str], may_be_empty: bool) -> None:
+    """A notebook's page, with a link to each table of its problem's rows."""
     notebook = nbformat.reads(_linked(path.read_text(encoding="utf-8"), names), as_version=4)
     if not may_be_empty and not any(cell.get("outputs") for cell in notebook.cells):
         raise BatchError(f"{path.name} has no outputs: `make notebooks` executes it")
-    lines = []
-    cells = []
-    for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            title = output.get("metadata", {}).get("image/png", {}).get("alt")
-            if title and not notebooks.is_last(path.stem):  # it shows the others'
-                name = f"{path.stem}-{len(lines) + 1}"
-                picture = base64.b64decode(output.data["image/png"])
-                (source / "extra" / "plots" / f"{name}.png").write_bytes(picture)
-                cells.append(_markdown(f'<a id="{name}"></a>'))
-                image = f'<img src="plots/{name}.png" alt="" width="600" loading="lazy">'
-                lines.append(f'<a href="{path.stem}.html#{name}">{escape(title)}<br>{image}</a>')
-        cells.append(cell)
-    code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
-    tables = _tables(path.stem[3:].partition("-")[0], code)
-    if tables:
-        links = [f'<a href="rows/{table}">{table}</a>' for table in tables]
-        cells.append(_markdown(f"**Rows:** {', '.join(links)}"))
-    notebook.cells = cells
-    nbformat.write(notebook, source / path.name)
-    return lines
-
-
-_markdown = nbformat.v4.new_markdown_cell
-
-
-def _tables(slug: str, code: str) -> list[Path]:
-    """Tables of rows of a notebook's problem, and those of others of which it names problem and table."""
     figures = project().figures
-    tables = [table.relative_to(figures) for table in sorted(figures.glob("**/*.csv"))]
-    names = {slug, "published"}.union(re.findall(r'"(\w+)"', code))
-    return [
-        table
-        for table in tables
-        if table.parent.name == slug or {table.parent.name, table.stem} <= names
-    ]
-
-
-def _copy_rows(target: Path) -> None:
-    without = shutil.ignore_patterns("*.png", "*.svg", "*.json", "snapshots")
-    shutil.copytree(project().figures, target, ignore=without)
+    links = []
+    for table in sorted(figures.glob(f"*/{path.stem[3:].partition('-')[0]}/*.csv")):
+        name = Path("rows", table.relative_to(figures))
+        make_folder((source / "extra" / name).parent)
+        shutil.copy(table, source / "extra" / name)
+        links.append(f'<a href="{name}">{name}</a>')
+    if links:
+        text = f"**Rows:** {', '.join(links)}"
+        notebook.cells.append(nbformat.v4.new_markdown_cell(text))
+    nbformat.write(notebook, source / path.name)
 
 
 def _linked(text: str, names: Mapping[str, str]) -> str:
@@ -178,7 +137,7 @@ def _linked(text: str, names: Mapping[str, str]) -> str:
     return re.sub(_LINK, link, text)
 
 
-def _contents(names: Sequence[str]) -> str:
+def _contents(names: Iterable[str]) -> str:
     """The pages by chapter."""
     chapters = {0: "Start"} | notebooks.read_yaml("book.yaml").get("chapters", {})
     ends = list(chapters)[1:] + [100]
@@ -186,7 +145,5 @@ def _contents(names: Sequence[str]) -> str:
     for (first, chapter), end in zip(chapters.items(), ends, strict=True):
         text += ["```{toctree}", f":caption: {chapter}", ":maxdepth: 1"]
         text += [f"{name} <{name}>" for name in names if first <= int(name[:2]) < end]
-        if first == 0:
-            text.append("gallery")
         text.append("```\n")
     return "\n".join(text)

@@ -93,9 +93,7 @@ def _outcome(job: Job, output: Path, gpu: bool) -> Outcome | None:
     last_line = _log(job, output).read_text().strip().rpartition("\n")[2]
     reason = f"no record, and Slurm says: {last_line}"
     if last_line.startswith("Submitted batch job"):  # its receipt, no reason
-        reason = (
-            f"no record: {last_line.removeprefix('Submitted ')} ended before it began (scancel?)"
-        )
+        reason = f"no record: {last_line[10:]} ended before it began (scancel?)"
     return Outcome("error", reason, notebook=job.notebook.stem, parameters=job.line())
 
 

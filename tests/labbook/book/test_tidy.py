@@ -78,7 +78,8 @@ def test_a_tidied_notebook_stays_and_a_messy_one_becomes_it(notebook):
 
 
 def test_a_copy_that_is_there_stays(notebook, tmp_path):
-    original, folder = tmp_path / "11_sum.ipynb", tmp_path / "learn"
+    original = tmp_path / "11_sum.ipynb"
+    folder = tmp_path / "learn"
     nbformat.write(notebook, original)
     (written,) = write_copies([original], folder)
     assert "(1 steps)" in written
@@ -94,12 +95,8 @@ def test_nbgrader_knows_what_to_clear_and_what_to_grade(notebook):
     notebook.cells.insert(0, task)
     solution, check = (cell.metadata["nbgrader"] for cell in tidy(notebook).cells[1:3])
     assert (solution["solution"], solution["grade"]) == (True, False)
-    assert (check["solution"], check["grade"], check["locked"], check["points"]) == (
-        False,
-        True,
-        True,
-        15,
-    )
+    assert (check["solution"], check["grade"], check["locked"]) == (False, True, True)
+    assert check["points"] == 15
     assert solution["grade_id"] != check["grade_id"]
 
 
@@ -107,7 +104,8 @@ def run_copy(path, told):
     """In a process of its own, send what is wrong with a copy up to its last checker; "" at the end."""
     notebook = nbformat.read(path, as_version=4)
     cells = [cell for cell in cleared(notebook).cells if cell.cell_type == "code"]
-    checks, not_yet = [i for i, cell in enumerate(cells) if CHECKER in cell.metadata["tags"]], 0
+    checks = [i for i, cell in enumerate(cells) if CHECKER in cell.metadata["tags"]]
+    not_yet = 0
     os.chdir(project().notebooks)
     shell = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
     for i, cell in enumerate(cells[: checks[-1] + 1]):
@@ -118,7 +116,7 @@ def run_copy(path, told):
             told.send(f"{cell.source}\nraised {done.error_in_exec!r}, said\n{said.stdout}")
     steps = sum(map(has_solution, notebook.cells))
     told.send(
-        "" if not_yet >= steps else f"{not_yet} checkers say that {steps} steps are not written yet"
+        "" if not_yet >= steps else f"{not_yet} checkers say that {steps} steps are not written"
     )
 
 
@@ -146,16 +144,12 @@ def test_a_copy_runs_past_its_steps_and_says_not_yet_at_each(path, context):
         process.join()
 
 
-@pytest.mark.parametrize(
-    "begin", ["### BEGIN SOLUTION ", "### BEGIN SOLUTION: the sum", "###BEGIN SOLUTION\r"]
-)
-@pytest.mark.parametrize("end", ["### END SOLUTION", "### END SOLUTION ", "### END SOLUTION\r"])
+@pytest.mark.parametrize("begin", ["### BEGIN SOLUTION: the sum", "###BEGIN SOLUTION\r"])
+@pytest.mark.parametrize("end", ["### END SOLUTION ", "### END SOLUTION\r"])
 def test_a_solution_is_cleared_however_its_marks_are_written(begin, end):
-    notebook = new_notebook(
-        cells=[new_code_cell(f"def f():\n    {begin}\n    return 42\n    {end}")]
-    )
-    assert has_solution(notebook.cells[0])
-    assert "42" not in cleared(notebook).cells[0].source
+    cell = new_code_cell(f"def f():\n    {begin}\n    return 42\n    {end}")
+    assert has_solution(cell)
+    assert "42" not in cleared(new_notebook(cells=[cell])).cells[0].source
 
 
 @pytest.mark.parametrize("mark", ["BEGIN", "END"])
