@@ -32,16 +32,12 @@ def test_softmax_is_torchs(shape, seed, scale, data):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_softmax_keeps_the_type_and_errs_as_little_as_torchs(dtype):
+def test_softmax_of_16_bits_is_rounded_once(dtype):
     x = normal((50, 4000), seed=0, scale=4)
     x = x.to(dtype)
-    exact = torch.softmax(x.double(), -1)
-    ours = softmax(x, -1)
-    torchs = torch.softmax(x, -1)
-    error = (ours - exact).abs().mean()
-    torchs_error = (torchs - exact).abs().mean()
-    assert ours.dtype == dtype
-    assert error <= 1.2 * torchs_error
+    exact = torch.softmax(x.float(), -1)
+    rounded_once = exact.to(dtype)
+    assert_close(softmax(x), rounded_once)
 
 
 def test_rms_norm_survives_squares_that_float16_cannot_hold():
@@ -70,21 +66,17 @@ def test_gradients_are_those_of_the_functions():
     assert gradcheck(cross_entropy, (x, targets))
 
 
-@given(
-    shape=st.lists(st.integers(1, 5), max_size=3),
-    vocabulary=st.integers(1, 40),
-    seed=seeds,
-    scale=st.sampled_from([0.0, 1.0, 1e3, 1e30]),
-)
-def test_cross_entropy_is_torchs_whatever_the_logits(shape, vocabulary, seed, scale):
-    logits = normal(shape + [vocabulary], seed, scale).float()
+@given(shape=st.lists(sizes, max_size=3), seed=seeds, scale=st.sampled_from([0.0, 1.0, 1e30]))
+def test_cross_entropy_is_torchs_whatever_the_logits(shape, seed, scale):
+    logits = normal(shape + [40], seed, scale)
+    logits = logits.float()
     generator = torch.Generator().manual_seed(seed)
-    targets = torch.randint(vocabulary, shape, generator=generator)
-    rows = logits.reshape(-1, vocabulary)
+    targets = torch.randint(40, shape, generator=generator)
+    rows = logits.view(-1, 40)
     expected = F.cross_entropy(rows, targets.flatten())
     # Two numbers of the size of the logits are subtracted: their last places are the error of the difference.
     largest = logits.abs().max().item()
-    atol = 1e-5 + 2 * torch.finfo(torch.float32).eps * largest
+    last_place = torch.finfo(torch.float32).eps * largest
     loss = cross_entropy(logits, targets)
-    assert_close(loss, expected, rtol=1e-5, atol=atol)
+    assert_close(loss, expected, rtol=1e-5, atol=1e-5 + 2 * last_place)
     assert expected.isfinite()

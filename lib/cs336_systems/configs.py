@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from cs336_systems.arguments import check_choice
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -62,14 +64,7 @@ def model_size(name: str, edition: int = 2025) -> ModelConfig:
     Raises:
         ValueError: the edition, or the size in that edition, does not exist; the message lists what does.
     """
-    if edition not in MODEL_SIZES:
-        editions = ", ".join(map(str, MODEL_SIZES))
-        raise ValueError(f"edition {edition!r} is unknown; allowed: {editions}")
+    check_choice("edition", edition, MODEL_SIZES)
     sizes = MODEL_SIZES[edition]
-    if name not in sizes:
-        elsewhere = [other for other, table in MODEL_SIZES.items() if name in table]
-        hint = f" ({name!r} belongs to edition {elsewhere[0]})" if elsewhere else ""
-        allowed = ", ".join(sizes)
-        where = f"is not in edition {edition}{hint}"
-        raise ValueError(f"model size {name!r} {where}; allowed: {allowed}")
+    check_choice(f"in edition {edition} the model size", name, sizes)
     return sizes[name]

@@ -8,16 +8,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-# Settings of torch.optim.AdamW with a single value here.
-_ONLY = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
-
 
 class AdamW(Optimizer):
     """Decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2), equal to `torch.optim.AdamW`.
 
     A parameter's state is `exp_avg` and `exp_avg_sq`, two tensors of its own shape and type. A step works
     in place, parameter by parameter, so the only other memory it takes is one buffer as large as the largest
-    parameter. Parameters without a gradient are skipped.
+    parameter. Parameters without a gradient are skipped. It can load a state of torch's, but does not do what
+    other settings of torch's there say (amsgrad, maximize).
 
     Args:
         params: parameters, or groups of them as dictionaries that may override the settings below.
@@ -25,7 +23,7 @@ class AdamW(Optimizer):
         eps: keeps the division finite; weight_decay: each step takes lr * weight_decay of the weight off it.
 
     Raises:
-        ValueError: a setting is outside its range, or a group or a loaded state asks for another algorithm.
+        ValueError: a setting is outside its range.
         RuntimeError: a gradient is sparse.
     """
 
@@ -43,12 +41,6 @@ class AdamW(Optimizer):
     def add_param_group(self, param_group: dict) -> None:
         _check_settings(self.defaults | param_group)
         super().add_param_group(param_group)
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        for group in state_dict["param_groups"]:
-            # Of a state of torch.optim.AdamW's: the settings that it has beyond ours.
-            _check_settings(group | self.defaults)
-        super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
@@ -94,19 +86,10 @@ class AdamW(Optimizer):
 
 def _check_settings(settings: dict) -> None:
     for name in ("lr", "eps", "weight_decay"):
-        if not _is_between(settings[name], 0, math.inf):
-            value = settings[name]
+        value = settings[name]
+        # Nor NaN.
+        if not (isinstance(value, Real) and 0 <= value < math.inf):
             raise ValueError(f"{name} must be a finite number of at least 0; got {value!r}")
     betas = settings["betas"]
-    is_pair = isinstance(betas, tuple | list) and len(betas) == 2
-    if not is_pair or not all(_is_between(beta, 0, 1) for beta in betas):
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas must be two numbers in [0, 1); got {betas!r}")
-    for name, only in _ONLY.items():
-        value = settings.get(name, only)
-        if value != only:
-            raise ValueError(f"{name} is {value}, which AdamW here cannot do; allowed: {only}")
-
-
-def _is_between(value: object, low: float, high: float) -> bool:
-    """Whether low <= value < high; false for NaN and for non-numeric values."""
-    return isinstance(value, Real) and low <= value < high

@@ -9,7 +9,7 @@ but Python's own: importing torch takes seconds.
 import re
 import sys
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, version
 
 # Oldest and newest. pyproject.toml has the oldest alone: pip would refuse what nobody has tried.
 TRIED = {
@@ -54,20 +54,6 @@ def untried(versions: Mapping[str, str]) -> str:
     return f"newer than what the workbook was tried with: {', '.join(newer)}" if newer else ""
 
 
-def mismatch(versions: Mapping[str, str], torch_requires: list[str] | None) -> str:
-    """A sentence if torch was made with another triton than this one, or nothing.
-
-    torch_requires: what torch's package asks for. CPU builds ask for no triton.
-    """
-    for requirement in torch_requires or []:
-        wanted = re.match(r"triton\s*\(?==\s*([\d.]+)", requirement)
-        here = versions.get("triton")
-        if wanted and here and _numbers(here) != _numbers(wanted[1]):
-            pair = f"torch {versions['torch']} belongs with triton {wanted[1]}, here is {here}"
-            return f"{pair}: pip install triton=={wanted[1]}"
-    return ""
-
-
 def _numbers(number: str) -> tuple[int, ...]:
     """Of "2.15.0a0+cu132" 2, 15, 0."""
     release = re.match(r"[\d.]*\d", number)
@@ -78,10 +64,8 @@ def main() -> None:
     versions = installed()
     if message := too_old(versions):
         sys.exit(f"set-up: {message}")
-    torch_requires = requires("torch") if "torch" in versions else None
-    for message in (mismatch(versions, torch_requires), untried(versions)):
-        if message:
-            print(f"set-up: {message}")
+    if message := untried(versions):
+        print(f"set-up: {message}")
 
 
 if __name__ == "__main__":

@@ -36,12 +36,8 @@ CONFIG = ModelConfig(
 SEQUENCE = 37  # no tile divides it
 # Of two blocks.
 KEEPS = [("", ""), ("qkv h ab", "qkv h ab"), ("qkv", "ab h")]
-use_stacked_blocks = partial(use_fused_blocks, stacked=True)
 close = partial(assert_close, rtol=1e-4, atol=1e-4)
-over_changes = pytest.mark.parametrize(
-    "use", [use_fused_kernels, use_fused_blocks, use_stacked_blocks]
-)
-over_blocks = pytest.mark.parametrize("use", [use_fused_blocks, use_stacked_blocks])
+over_changes = pytest.mark.parametrize("use", [use_fused_kernels, use_fused_blocks])
 
 
 def plain_model(dtype=torch.float32):
@@ -127,9 +123,8 @@ def test_in_autocast_as_the_plain_model(use):
         assert (ours.grad - other).norm() <= 3e-2 * other.norm()
 
 
-@over_blocks
-def test_backward_of_a_block_in_autocast_and_twice(use):
-    model = use(plain_model())
+def test_backward_of_a_block_in_autocast_and_twice():
+    model = use_fused_blocks(plain_model())
     model.layers[0].keep = KEEPABLE
     x = hidden(requires_grad=True)
     loss = model.layers[0](x).square().sum()
@@ -141,13 +136,12 @@ def test_backward_of_a_block_in_autocast_and_twice(use):
         grad(loss + gradient.square().sum(), x)
 
 
-@over_blocks
-def test_what_is_kept_changes_no_bit(use):
+def test_what_is_kept_changes_no_bit():
     plain = plain_model()
     tokens, targets = batch()
     results = []
     for keeps in KEEPS:
-        model = use(copy.deepcopy(plain))
+        model = use_fused_blocks(copy.deepcopy(plain))
         for layer, keep in zip(model.layers, keeps, strict=True):
             layer.keep = keep.split()
         results.append(gradients(model, model(tokens, targets)))
@@ -159,10 +153,9 @@ def test_what_is_kept_changes_no_bit(use):
             assert torch.equal(other[name], gradient), name
 
 
-@over_blocks
 @pytest.mark.parametrize("keep", ["", "qkv", "h", "ab", "qkv h ab"])
-def test_it_keeps_the_bytes_that_it_says(keep, use):
-    block = use(plain_model()).layers[0]
+def test_it_keeps_the_bytes_that_it_says(keep):
+    block = use_fused_blocks(plain_model()).layers[0]
     block.keep = keep.split()
     sizes = kept_bytes(CONFIG, 2 * SEQUENCE, 4)
     expected = sizes["always"] + sum(sizes[name] for name in block.keep)
@@ -170,7 +163,7 @@ def test_it_keeps_the_bytes_that_it_says(keep, use):
     assert saved["size_bytes"].sum() == expected
 
 
-def under_fsdp(context, stacked):
+def under_fsdp(context):
     """Blocks that keep little: the weights of the plain model on the whole batch."""
 
     def loss(model, rank, step):
@@ -180,22 +173,21 @@ def under_fsdp(context, stacked):
 
     torch.manual_seed(0)
     plain = build_model(CONFIG, SEQUENCE)
-    fused = use_fused_blocks(copy.deepcopy(plain), stacked)
+    fused = use_fused_blocks(copy.deepcopy(plain))
     for layer, keep in zip(fused.layers, ("h", "qkv"), strict=True):
         layer.keep = (keep,)
     wrapped = FSDP(fused, unit_types=("TransformerBlock",))
     for layer in fused.layers:
         is_w2_last = layer.ffn.w3.weight.data_ptr() < layer.ffn.w2.weight.data_ptr()
-        assert is_w2_last == stacked, "w3 is to be gathered next to w1"
+        assert is_w2_last, "w3 is to be gathered next to w1"
     with pytest.MonkeyPatch.context() as patch:
         calls = count_calls(patch)
         train(context, plain, wrapped, loss, "fused", make=partial(torch.optim.SGD, lr=0.1))
     assert len(calls) == 4, "the blocks are taken apart"
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-def test_under_fsdp_it_trains_as_one_process_does(stacked):
-    launch(under_fsdp, 2, stacked, backend="gloo", timeout_s=200)
+def test_under_fsdp_it_trains_as_one_process_does():
+    launch(under_fsdp, 2, backend="gloo", timeout_s=200)
 
 
 class LowRank(Linear):
@@ -286,10 +278,9 @@ def test_which_blocks_are_taken_apart(monkeypatch):
         model.double().layers[0](hidden().double())
 
 
-@over_blocks
-def test_a_block_takes_one_sequence_and_as_many_positions_as_it_has(use):
+def test_a_block_takes_one_sequence_and_as_many_positions_as_it_has():
     plain = plain_model()
-    block = use(copy.deepcopy(plain)).layers[0]
+    block = use_fused_blocks(copy.deepcopy(plain)).layers[0]
     x = hidden()[0]
     close(block(x), plain.layers[0](x))
     with pytest.raises(ValueError, match="38 positions; allowed: at most 37"):

@@ -69,14 +69,12 @@ _keep_attention = partial(create_selective_checkpoint_contexts, _KEPT)
 _attentive = partial(checkpoint_wrapper, context_fn=_keep_attention)
 
 
-def _use_blocks(model: nn.Module, stacked: bool = False) -> None:
+def _use_blocks(model: nn.Module) -> None:
     # Not on top: fused_block needs Triton, and the names of the steps do not.
     from cs336_systems.training.fused_block import use_fused_blocks
 
-    use_fused_blocks(model, stacked)
+    use_fused_blocks(model)
 
-
-_use_stacked = partial(_use_blocks, stacked=True)
 
 FULL_STEPS: dict[str, FullStep] = {
     "fsdp2_compiled": FullStep("fsdp2", use_fused_loss, "sdpa_cudnn", "all", compiles=True),
@@ -86,9 +84,9 @@ FULL_STEPS: dict[str, FullStep] = {
     "fused_kernels": FullStep("fsdp_block", use_fused_kernels, checkpoints="all"),
     "manual_backward": FullStep("fsdp_block", _use_blocks),
     "selective": FullStep("fsdp_block", _use_blocks, selects=True),
-    "stacked": FullStep("fsdp_block", _use_stacked),
-    "stacked_selective": FullStep("fsdp_block", _use_stacked, selects=True),
-    "offloaded": FullStep("fsdp_block", _use_stacked, selects=True, offloads=True),
-    "weights_kept": FullStep("fsdp_kept", _use_stacked, selects=True, offloads=True),
-    "few_channels": FullStep("fsdp_block", _use_stacked, max_ctas=4),
+    "stacked": FullStep("fsdp_block", _use_blocks),
+    "stacked_selective": FullStep("fsdp_block", _use_blocks, selects=True),
+    "offloaded": FullStep("fsdp_block", _use_blocks, selects=True, offloads=True),
+    "weights_kept": FullStep("fsdp_kept", _use_blocks, selects=True, offloads=True),
+    "few_channels": FullStep("fsdp_block", _use_blocks, max_ctas=4),
 }

@@ -8,8 +8,8 @@ the most to make again; n1, n2 and c are made again without a matmul, by kernels
 Of the rest, KEEPABLE, the caller says what is kept: what is not costs its matmuls, and its norm, once more.
 Residuals are added inside the matmuls before them, and what was made again is freed once it is done with.
 
-Stacked, q and k come of one matmul, and so do a and b, [a b]^T = [W1; W3] n2^T: both are contiguous, and so
-are da and db, which take their memory. Then dn2 = [da db] [W1; W3] is one matmul, [dW1; dW3] another.
+q and k come of one matmul, and so do a and b, [a b]^T = [W1; W3] n2^T: both are contiguous, and so are da and
+db, which take their memory. Then dn2 = [da db] [W1; W3] is one matmul, [dW1; dW3] another.
 """
 
 from collections.abc import Collection
@@ -64,7 +64,7 @@ def weights(block: TransformerBlock) -> Weights:
 
 
 class BlockFunction(torch.autograd.Function):
-    """`apply(x, cos, sin, num_heads, eps1, eps2, keep, stacked, *Weights)`; x and the result (b, s, d_model).
+    """`apply(x, cos, sin, num_heads, eps1, eps2, keep, *Weights)`; x and the result are (b, s, d_model).
 
     cos and sin have as many rows as x has positions.
     """
@@ -79,7 +79,6 @@ class BlockFunction(torch.autograd.Function):
         eps1: float,
         eps2: float,
         keep: Collection[str],
-        stacked: bool,
         *matrices: Tensor,
     ) -> Tensor:
         w = Weights(*matrices)
@@ -89,16 +88,15 @@ class BlockFunction(torch.autograd.Function):
         ctx.shape = tuple(x.shape[:-1]) + (num_heads, -1)
         ctx.eps1 = eps1
         ctx.eps2 = eps2
-        ctx.stacked = stacked
 
         n1, r1 = rms_norm.forward(rows, w.ln1, eps1)
-        q, k, v = _qkv(n1, w, cos, sin, ctx.shape, stacked)
+        q, k, v = _qkv(n1, w, cos, sin, ctx.shape)
         del n1
         o, logsumexp, *residual = flash_forward(q, k, v, True)
         h = torch.addmm(rows, _rows(o), w.o.T)
 
         n2, r2 = rms_norm.forward(h, w.ln2, eps2)
-        a, b = _ab(n2, w, stacked)
+        a, b = _ab(n2, w)
         c = swiglu.forward(a, b)
 
         always = (rows, o, logsumexp, r1, r2)
@@ -107,8 +105,8 @@ class BlockFunction(torch.autograd.Function):
         kept_ab = (a, b) if "ab" in keep else (None, None)
         ctx.save_for_backward(*always, *kept_qkv, kept_h, *kept_ab, cos, sin, *w, *residual)
         # y takes the memory of h where nobody reads it again.
-        add = Tensor.addmm_ if stacked and kept_h is None else torch.addmm
-        y = add(h, c.T if stacked else c, w.w2.T)
+        add = Tensor.addmm_ if kept_h is None else torch.addmm
+        y = add(h, c.T, w.w2.T)
         return y.view(x.shape)
 
     @staticmethod
@@ -124,37 +122,25 @@ class BlockFunction(torch.autograd.Function):
             h = torch.addmm(x, _rows(o), w.o.T)
         if a is None:
             n2 = rms_norm.forward(h, w.ln2, ctx.eps2)[0]
-            a, b = _ab(n2, w, ctx.stacked)
+            a, b = _ab(n2, w)
             del n2
-        elif ctx.stacked and torch._C._autograd._get_current_graph_task_keep_graph():
+        elif torch._C._autograd._get_current_graph_task_keep_graph():
             # Their gradients would overwrite them, and another backward needs them.
             a, b = torch.stack((a, b))
-        if ctx.stacked:
-            dn2, da, db, d_w2 = _feed_forward_backward(dy, a, b, w)
-            del a, b
-        else:
-            da, db, c = swiglu.backward(dy @ w.w2, a, b, True)
-            del a, b
-            d_w2 = dy.T @ c
-            del c
-            dn2 = da @ w.w1
-            dn2.addmm_(db, w.w3)
+        dn2, da, db, d_w2 = _feed_forward_backward(dy, a, b, w)
+        del a, b
         # One kernel: back through the norm, dy added, which went past it, and n2 made again.
         dh, d_ln2, n2 = rms_norm.backward(dn2, h, w.ln2, r2, dy, True)
         del h, dn2
-        if ctx.stacked:
-            d_w13 = _stack(da, db) @ n2
-            d_w1, d_w3 = d_w13.chunk(2)
-        else:
-            d_w1 = da.T @ n2
-            d_w3 = db.T @ n2
+        d_w13 = _stack(da, db) @ n2
+        d_w1, d_w3 = d_w13.chunk(2)
         # The attention half makes as much again; it may have this memory.
         del da, db, n2
 
         d_wo = dh.T @ _rows(o)
         if q is None:
             n1 = rms_norm.forward(x, w.ln1, ctx.eps1)[0]
-            q, k, v = _qkv(n1, w, cos, sin, ctx.shape, ctx.stacked)
+            q, k, v = _qkv(n1, w, cos, sin, ctx.shape)
             del n1
         d_heads = _heads(dh @ w.o, ctx.shape)
         dq, dk, dv = flash_backward(d_heads, q, k, v, o, logsumexp, True, *residual)
@@ -173,7 +159,7 @@ class BlockFunction(torch.autograd.Function):
         d_wv = dv.T @ n1
         gradients = Weights(d_ln1, d_wq, d_wk, d_wv, d_wo, d_ln2, d_w1, d_w2, d_w3)
         dx = dx.view(*ctx.shape[:2], -1)
-        return (dx,) + 7 * (None,) + gradients
+        return (dx,) + 6 * (None,) + gradients
 
 
 def _qkv(
@@ -182,27 +168,20 @@ def _qkv(
     cos: Tensor,
     sin: Tensor,
     shape: tuple,
-    stacked: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q and k, turned, and v, each (b, h, s, d_head); shape is (b, s, h, -1)."""
     v = _heads(n1 @ w.v.T, shape)
-    if stacked:
-        batch, positions, heads, _ = shape
-        qk = n1 @ _stack(w.q, w.k).T
-        qk = _heads(qk, (batch, positions, 2 * heads, -1))
-        q, k = rotary.rotate(qk, cos, sin, False).chunk(2, 1)
-        return q, k, v
-    q = _heads(n1 @ w.q.T, shape)
-    k = _heads(n1 @ w.k.T, shape)
-    return rotary.rotate(q, cos, sin, False), rotary.rotate(k, cos, sin, False), v
+    batch, positions, heads, _ = shape
+    qk = n1 @ _stack(w.q, w.k).T
+    qk = _heads(qk, (batch, positions, 2 * heads, -1))
+    q, k = rotary.rotate(qk, cos, sin, False).chunk(2, 1)
+    return q, k, v
 
 
-def _ab(n2: Tensor, w: Weights, stacked: bool) -> tuple[Tensor, ...]:
-    """a and b, each (b s, d_ff), or stacked (d_ff, b s)."""
-    if stacked:
-        ab = _stack(w.w1, w.w3) @ n2.T
-        return ab.chunk(2)
-    return n2 @ w.w1.T, n2 @ w.w3.T
+def _ab(n2: Tensor, w: Weights) -> tuple[Tensor, ...]:
+    """a and b, each (d_ff, b s)."""
+    ab = _stack(w.w1, w.w3) @ n2.T
+    return ab.chunk(2)
 
 
 def _feed_forward_backward(dy: Tensor, a: Tensor, b: Tensor, w: Weights) -> tuple[Tensor, ...]:
@@ -244,16 +223,12 @@ _PARTS = [model.RMSNorm, model.CausalSelfAttention, model.RotaryEmbedding] + 4 *
 _PARTS += [model.RMSNorm, model.SwiGLU] + 3 * [model.Linear]
 
 
-def use_fused_blocks(lm: model.TransformerLM, stacked: bool = False) -> model.TransformerLM:
-    """`use_fused_kernels(lm)`, and a backward by hand in its blocks.
-
-    stacked: as above; FSDP then gathers W3 next to W1.
-    """
+def use_fused_blocks(lm: model.TransformerLM) -> model.TransformerLM:
+    """`use_fused_kernels(lm)`, and a backward by hand in its blocks; FSDP then gathers W3 next to W1."""
     for layer in use_fused_kernels(lm).layers:
         if getattr(layer, "run", None) is run_block:
             layer.run = run_fused
-            layer.stacked = stacked
-            if stacked and type(layer.ffn) is model.SwiGLU:
+            if type(layer.ffn) is model.SwiGLU:
                 layer.ffn.gathered_last = "w2"
     return lm
 
@@ -268,7 +243,7 @@ def run_fused(block: TransformerBlock, x: Tensor) -> Tensor:
         return run_block(block, x)
     tables = block.attn.rope.tables(x)
     keep = getattr(block, "keep", ())
-    options = (block.attn.num_heads, block.ln1.eps, block.ln2.eps, keep, block.stacked)
+    options = (block.attn.num_heads, block.ln1.eps, block.ln2.eps, keep)
     return BlockFunction.apply(x.contiguous(), *tables, *options, *weights(block))
 
 
