@@ -3,22 +3,33 @@
     python -m tests.attention.races                                        a hundred times each
     compute-sanitizer --tool memcheck python -m tests.attention.races --times 1
     compute-sanitizer --tool racecheck python -m tests.attention.races --times 1
+    python -m tests.attention.races --forward 10000          Hopper's forward alone: is P overwritten?
+
+The last is for each assembler that comes into use: up to 13.2 they can be wrong about a left operand in
+registers while its matmul runs (Triton's issue 9433, pull request 11781), which P is. It runs the forward so
+often on each of ten shapes, by itself and beside matmuls on another stream, and counts the numbers of O and L
+whose bits are not the first run's; once it compares O with float64. TRITON_PTXAS_PATH, from Triton 3.9 on
+TRITON_PTXAS_BLACKWELL_PATH, names another assembler.
 
 Sizes are small, for the sanitizer. Its racecheck names two things that are no races: Triton's hand-over to
 warps with roles, in Hopper's forward and backward, which barriers of the whole block order; and in the
 forward the next item's store and load, which an mbarrier orders, and racecheck does not know those.
-Exit code 1: results differ, or other kernels ran than CASES says.
+Exit code 1: results differ or are wrong, or other kernels ran than CASES says.
 """
 
 import argparse
 import sys
 
 import torch
+import triton
+from triton.backends.nvidia.compiler import get_ptxas
 
+from cs336_systems.attention import FlashAttentionTriton
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
+from cs336_systems.attention.hopper_common import has_registers_for_backward
 from cs336_systems.attention.launcher import Launcher, contiguous, tuning_for
 from cs336_systems.attention.tiles import Tuning
-from cs336_systems.checks import AttentionCase
+from cs336_systems.checks import AttentionCase, check_attention
 
 BF16 = torch.bfloat16
 FP16 = torch.float16
@@ -73,6 +84,11 @@ CASES = [
         "hopper_forward 64x128, backward",
     ),
     (
+        AttentionCase("one tile or two", (116,), 320, 320, 64, True),
+        BF16,
+        "hopper_forward 192x128 persistent, dq, dkdv",
+    ),
+    (
         AttentionCase("float32, wide", (12,), 520, 530, 128, True),
         FP32,
         BF16X3,
@@ -98,18 +114,54 @@ CASES = [
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.attention.races", description=__doc__)
     parser.add_argument("--times", type=int, default=100)
+    parser.add_argument("--forward", type=int, metavar="TIMES")
     options = parser.parse_args()
-    if options.times < 1:
-        parser.error(f"--times {options.times}; allowed: 1 or more")
+    times = options.times if options.forward is None else options.forward
+    if times < 1:
+        parser.error(f"{times} times; allowed: 1 or more")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         parser.error("the cases are for a Hopper GPU, and torch sees none here")
+    print(f"Triton {triton.__version__}, ptxas {get_ptxas(90).version}")
     wrong = 0
     for case, dtype, wanted in CASES:
+        if not has_registers_for_backward():
+            wanted = wanted.replace("hopper_backward", "dq, dkdv")
         launched = launched_of(case, tuning_for(dtype, case.d, torch.device("cuda")))
-        differing = what_differs(case, dtype, options.times)
-        print(case.name, launched, differing or "the same every time", sep=": ", flush=True)
-        wrong += launched != wanted or bool(differing)
+        wrong += launched != wanted
+        if options.forward is None:
+            differing = what_differs(case, dtype, times)
+            print(case.name, launched, differing or "the same every time", sep=": ", flush=True)
+        elif launched.startswith("hopper_forward"):
+            differing = [
+                numbers_that_differ(case, dtype, times, beside) for beside in (False, True)
+            ]
+            counts = "{} numbers differ in {} runs alone, {} in as many beside matmuls"
+            said = counts.format(differing[0], times, differing[1])
+            print(case.name, launched, said, sep=": ", flush=True)
+            check_attention(FlashAttentionTriton.apply, cases=[case], dtype=dtype, backward=False)
+        else:
+            differing = ()
+        wrong += any(differing)
     return bool(wrong)
+
+
+def numbers_that_differ(case: AttentionCase, dtype: torch.dtype, times: int, beside: bool) -> int:
+    """How many numbers of O and L have other bits than in the first run; beside matmuls on another stream."""
+    q, k, v, _ = random_inputs(case, dtype)
+    first = flash_forward(q, k, v, case.is_causal)
+    differing = torch.zeros((), dtype=torch.int64, device="cuda")
+    a = torch.randn(2048, 2048, device="cuda", dtype=BF16)
+    product = torch.empty_like(a)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for _ in range(times):
+        if beside:
+            with torch.cuda.stream(stream):
+                torch.mm(a, a, out=product)
+        for x, once in zip(flash_forward(q, k, v, case.is_causal), first, strict=True):
+            bits = torch.int16 if x.itemsize == 2 else torch.int32
+            differing += (x.view(bits) != once.view(bits)).sum()
+    return differing.item()
 
 
 def launched_of(case: AttentionCase, tuning: Tuning) -> str:
@@ -125,6 +177,12 @@ def launched_of(case: AttentionCase, tuning: Tuning) -> str:
     return ", ".join([kernel] + list(backward.tiles))
 
 
+def random_inputs(case: AttentionCase, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Q, K, V, dO."""
+    lengths = case.n_queries, case.n_keys, case.n_keys, case.n_queries
+    return [torch.randn(*case.leading, n, case.d, device="cuda").to(dtype) for n in lengths]
+
+
 def both_passes(q, k, v, do, is_causal=True) -> tuple[torch.Tensor, ...]:
     """O, L, in float32 its residual, dQ, dK, dV."""
     outputs = flash_forward(q, k, v, is_causal)
@@ -135,8 +193,7 @@ def both_passes(q, k, v, do, is_causal=True) -> tuple[torch.Tensor, ...]:
 
 def what_differs(case: AttentionCase, dtype: torch.dtype, times: int) -> list[str]:
     """The outputs that are not the same every time; dQ up to a rounding: programs add to it as they come."""
-    lengths = case.n_queries, case.n_keys, case.n_keys, case.n_queries
-    q, k, v, do = (torch.randn(*case.leading, n, case.d, device="cuda").to(dtype) for n in lengths)
+    q, k, v, do = random_inputs(case, dtype)
     first = {}
     differing = set()
     for _ in range(times):

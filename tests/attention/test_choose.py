@@ -2,7 +2,9 @@
 
 import inspect
 import itertools
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pandas as pd
@@ -20,6 +22,7 @@ from cs336_systems.attention.tiles import (
 pytest.importorskip("triton")
 from tests.attention import races
 
+from cs336_systems.attention import hopper_common, launcher
 from cs336_systems.attention.hopper_forward import attend
 from cs336_systems.attention.launcher import Launcher
 from cs336_systems.attention.layouts import kernel_layout, layout, tma_compatible
@@ -118,6 +121,22 @@ def test_tma_loads_float32_for_hoppers_tf32_alone():
 )
 def test_races_are_looked_for_where_it_says(case, dtype, launched):
     assert races.launched_of(case, select_tuning(dtype, case.d, HOPPER, 132)) == launched
+
+
+@pytest.mark.parametrize(("version", "runs"), [("12.9", True), ("13.4", False)])
+def test_a_backward_that_lacks_registers_does_not_run_and_says_so_once(
+    version, runs, monkeypatch, capsys
+):
+    monkeypatch.setattr(hopper_common, "get_ptxas", lambda _: SimpleNamespace(version=version))
+    fresh = cache(hopper_common.has_registers_for_backward.__wrapped__)
+    monkeypatch.setattr(launcher, "has_registers_for_backward", fresh)
+    monkeypatch.setattr(launcher, "capability", lambda _: HOPPER)
+    monkeypatch.setattr(launcher, "sm_count", lambda _: 132)
+    for d in (64, 128):
+        tiles = launcher.tuning_for.__wrapped__(BF16, d, torch.device("cuda")).tiles
+        assert ("hopper_backward" in tiles) == runs
+        assert tiles.keys() >= {"hopper_forward", "dq", "dkdv"}
+    assert capsys.readouterr().err.count("ptxas 13.4") == (not runs)
 
 
 def test_every_argument_is_at_its_place():

@@ -6,7 +6,12 @@ every round of the ring (`next_in_ring`). At first all buffers are free: who fil
 phase (`^ 1`), which counts as ended, and so does not wait.
 """
 
+import sys
+from functools import cache
+
+from triton import knobs
 from triton._C.libtriton import ir
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
@@ -30,6 +35,26 @@ _Buffers = gl.shared_memory_descriptor
 reinterpret = getattr(_Buffers, "reinterpret", None) or _Buffers._reinterpret
 # And what it has a function for since 3.8.
 tma_add = getattr(tma, "async_atomic_add", None) or _tma_add
+
+
+@cache
+def has_registers_for_backward() -> bool:
+    """Whether Triton's assembler has registers for hopper_backward; a sentence says it, once, if not.
+
+    That of Triton 3.9, ptxas 13.4, spills 1.0 kB a thread for heads of 64, and for heads of 128 2.5 kB: there
+    it also makes matmuls wait that are meant to run together. Those of 3.6 to 3.8, 12.8 and 12.9, spill at
+    most 100 bytes. `compile_resources` prints what others make of it.
+    """
+    ptxas = get_ptxas(90)
+    has = int(ptxas.version.partition(".")[0]) < 13
+    if not has:
+        print(
+            f"hopper_backward does not run: ptxas {ptxas.version} spills its registers. dq and dkdv do, and "
+            f"take longer; to have it: TRITON_PTXAS_BLACKWELL_PATH={knobs.nvidia.ptxas.path}",
+            file=sys.stderr,
+        )
+    return has
+
 
 # One wgmma of a consumer's four warps has 64 rows, 16 a warp: so many queries or keys a consumer owns.
 MATMUL_ROWS = gl.constexpr(64)

@@ -19,9 +19,9 @@ from cs336_systems.kernels.runtime import device_context
 
 STREAM = 3  # where the stream is in a call of Triton's launcher: after the grid
 MAX_MAPS = 1024
-# Tritons whose launcher KernelLaunch can take apart. Those of 3.8 and 3.9 read alike, but were never tried on
-# a GPU: with them every launch goes through Triton.
-KNOWN_INSIDE = "3.6.", "3.7."
+# Tritons whose launcher KernelLaunch can take apart; with others every launch goes through Triton. Of these a
+# launch was compared argument by argument with Triton's own; on a GPU only 3.6 and 3.7 have run.
+KNOWN_INSIDE = "3.6.", "3.7.", "3.8.", "3.9."
 
 
 # Where among a kernel's arguments a tensor's address goes or, by TMA, its map.
@@ -112,7 +112,8 @@ def replay(
     """
     driver = triton.runtime.driver.active
     launch, options, is_packed = _record_call(compiled, grid, arguments)
-    values = {"launch": launch, "stream": driver.get_current_stream}
+    # Triton 3.8 and newer unload a kernel that nobody holds any more.
+    values = {"launch": launch, "stream": driver.get_current_stream, "compiled": compiled}
     values["device"] = driver.get_current_device()
     values |= {f"option{place}": option for place, option in enumerate(options)}
     values |= {f"argument{place}": argument for place, argument in enumerate(arguments)}
@@ -145,7 +146,7 @@ def _record_call(
     if compiled.metadata.tensordesc_meta:
         # Around the one in C, this one encodes descriptors.
         launch = inspect.getclosurevars(launch).nonlocals["launcher"]
-    # Triton 3.7 has the kernel's arguments in a tuple, which comes last.
+    # Triton 3.7 and newer have the kernel's arguments in a tuple, which comes last.
     if isinstance(call[-1], tuple):
         return launch, call[:-1], True
     # Triton 3.6 has them one by one.
@@ -169,7 +170,7 @@ class TensorMaps(dict):
         base = SimpleNamespace(data_ptr=lambda: address)
         with device_context(self.device):
             arguments = [_with_tensor(self.descriptor, base), self.meta]
-            # Triton 3.8 has a third, for another vendor's GPUs.
+            # Triton 3.8 and 3.9 have a third, for another vendor's GPUs.
             if len(inspect.signature(make_tensordesc_arg).parameters) > 2:
                 arguments.append(None)
             self[address], *_ = make_tensordesc_arg(*arguments)

@@ -19,6 +19,7 @@ from cs336_systems.attention.bf16x3 import split_kernel
 from cs336_systems.attention.choose import Problem, cdiv, choose
 from cs336_systems.attention.dq_accum import bwd_postprocess_kernel, bwd_preprocess_kernel
 from cs336_systems.attention.hopper_backward import DQ_COLUMNS, ROW, hopper_backward_kernel
+from cs336_systems.attention.hopper_common import has_registers_for_backward
 from cs336_systems.attention.hopper_forward import hopper_forward_kernel
 from cs336_systems.attention.kernel_launch import KernelLaunch
 from cs336_systems.attention.layouts import (
@@ -368,5 +369,9 @@ RUN = {
 def tuning_for(
     dtype: torch.dtype, d_head: int, device: torch.device, allow_tf32: bool = False
 ) -> Tuning:
-    """`select_tuning` for the GPU that this device is, or for the interpreter."""
-    return select_tuning(dtype, d_head, capability(device), sm_count(device), allow_tf32)
+    """`select_tuning` for the GPU that this device is, or for the interpreter; with the kernels that Triton's
+    assembler has registers for."""
+    tuning = select_tuning(dtype, d_head, capability(device), sm_count(device), allow_tf32)
+    if "hopper_backward" in tuning.tiles and not has_registers_for_backward():
+        tuning = tuning.with_tiles(hopper_backward=None)
+    return tuning
