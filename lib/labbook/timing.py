@@ -203,7 +203,8 @@ def one_line(error: BaseException) -> str:
 def release_memory(device: str | torch.device) -> None:
     """Collect what nothing refers to any more, and hand the GPU's memory back: cache and cuBLAS's workspaces.
 
-    cuBLAS keeps a workspace for each thread, 32 MiB on Hopper; a peak must not depend on what ran before.
+    Up to PyTorch 2.14 cuBLAS keeps a workspace for each thread, 32 MiB on Hopper; a peak must not depend on
+    what ran before.
     """
     gc.collect()
     if torch.device(device).type == "cuda":
