@@ -15,14 +15,11 @@ Exit code 1: an answer from rows that nothing turns red.
 
 import argparse
 import ast
-import contextlib
 import gc
-import io
 import os
 import signal
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from itertools import pairwise
@@ -33,6 +30,7 @@ import nbformat
 import numpy as np
 import pandas as pd
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
 from tests.checks.solutions import makes, reads
 
 import labbook.compare
@@ -55,53 +53,52 @@ class Cell:
     """A code cell, the names it reads and makes, and what it has made."""
 
     def __init__(self, source: str, tags: list[str]) -> None:
-        self.source, self.measures = source, "nbval-ignore-output" in tags
-        stored = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Subscript)]
-        stored = [
-            node.value for node in stored if isinstance(node.ctx, ast.Store)
-        ]  # frame["share"] = ...
-        self.makes = makes(source) | {value.id for value in stored if isinstance(value, ast.Name)}
+        self.source = source
+        self.measures = "nbval-ignore-output" in tags
+        self.makes = makes(source)
+        for node in ast.walk(ast.parse(source)):  # frame["share"] = ...
+            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+                self.makes |= {getattr(node.value, "id", "")}
         self.reads = reads(source)
-        self.made, self.from_rows = {}, False
+        self.made = {}
+        self.from_rows = False
 
 
 class Notebook:
     """The cells that the answers of a notebook need. What does not come from rows runs once."""
 
     def __init__(self, path: Path) -> None:
-        code = [
-            cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"
-        ]
-        self.cells = list(
-            _needed([Cell(cell.source, cell.metadata.get("tags", [])) for cell in code])
-        )[::-1]
-        self.shell, self.frames = InteractiveShell.instance(), {}
+        cells = nbformat.read(path, as_version=4).cells
+        code = [cell for cell in cells if cell.cell_type == "code"]
+        cells = [Cell(cell.source, cell.metadata.get("tags", [])) for cell in code]
+        self.cells = list(_needed(cells))[::-1]
+        self.shell = InteractiveShell.instance()
+        self.frames = {}
         self.shell.reset(new_session=False)
         self.shell.user_ns["__spec__"] = None  # which processes that are spawned ask for
         for module in READING:
-            module.load_rows, module.published = self._load_rows, self._load_published
+            module.load_rows = self._load_rows
+            module.published = self._load_published
         labbook.answer = self._answer
 
     def run(self, perturb: Perturbation | None = None) -> dict[tuple, tuple[str, bool]]:
         """What its answers claim of rows that `perturb` has changed, and whether it holds."""
-        self.claims, self.said, self.perturb = {}, {}, perturb
+        self.claims = {}
+        self.said = {}
+        self.perturb = perturb
         for cell in self.cells:
             if perturb and not cell.from_rows:
                 self.shell.user_ns.update(cell.made)
                 continue
             self.now = cell
             signal.alarm(LIMIT_S if perturb else 0)
-            with (
-                contextlib.redirect_stdout(io.StringIO()),
-                contextlib.redirect_stderr(io.StringIO()),
-            ):
+            with capture_output():
                 error = self.shell.run_cell(cell.source).error_in_exec
             signal.alarm(0)
             if error and not perturb:
                 raise error
-            made = (
-                {} if error else self.shell.user_ns
-            )  # for want of a name what follows breaks as well
+            # For want of a name what follows breaks as well.
+            made = {} if error else self.shell.user_ns
             cell.made = {name: made[name] for name in cell.makes if name in made}
             for name in cell.makes - cell.made.keys():
                 self.shell.user_ns.pop(name, None)
@@ -110,13 +107,10 @@ class Notebook:
         return self.claims
 
     def _answer(self, deliverable: str, text: str, *claims: labbook.Claim) -> None:
-        self.said[self.cells.index(self.now), deliverable] = (
-            text,
-            *(claim.description for claim in claims),
-        )
+        cell = self.cells.index(self.now)
+        self.said[cell, deliverable] = text
         for place, claim in enumerate(claims or [labbook.claim("makes no claim", True)]):
-            key = self.cells.index(self.now), deliverable, place
-            self.claims[key] = claim.description, claim.holds
+            self.claims[cell, deliverable, place] = (claim.description, claim.holds)
 
     def _load_rows(self, slug: str, machine: str, table: str) -> pd.DataFrame:
         if machine not in project().committed:
@@ -139,11 +133,13 @@ class Notebook:
 
 def _needed(cells: list[Cell]) -> Iterator[Cell]:
     """The answers, and before each cell those that make what it reads; the last first."""
-    made, late = set(), set()  # late: what a function reads that is made after it
+    made = set()
+    late = set()  # what a function reads that is made after it
     for cell in cells:
         made |= cell.makes
         late |= cell.reads - made
-    names, saved = late & made, False
+    names = late & made
+    saved = False
     for cell in reversed(cells):
         if "answer" in cell.reads or cell.makes & names or (saved and "page.save(" in cell.source):
             saved |= "page.rows(" in cell.source
@@ -159,27 +155,22 @@ def _spread(cells: list[Cell]) -> None:
         names = names | cell.makes if cell.from_rows else names - cell.makes
 
 
-def perturbations(
-    frames: list[tuple[pd.DataFrame, list[str], list[str]]],
-) -> Iterator[Perturbation]:
+def perturbations(frames: list[tuple[pd.DataFrame, list, list]]) -> Iterator[Perturbation]:
     """Of rows like these, given with their columns of values and of labels."""
     yield from (("noise", "", seed) for seed in range(NOISES))
-    yield from (
-        ("unit", name, 1000)
-        for name in sorted({name for _, values, _ in frames for name in values})
-    )
-    groups = {
-        (name, group)
-        for rows, _, labels in frames
-        for name in labels
-        for group in rows[name].dropna()
-    }
+    columns = {name for _, values, _ in frames for name in values}
+    yield from (("unit", name, 1000) for name in sorted(columns))
+    groups = set()
+    for rows, _, labels in frames:
+        groups |= {(name, group) for name in labels for group in rows[name].dropna()}
     groups = sorted(groups, key=str)
     for (name, group), (same, other) in pairwise(groups):
         if name == same:
             yield "labels", name, {group: other, other: group}
-    yield from (("times", *group, factor) for factor in (1.3, 1 / 1.3) for group in groups)
-    yield from (("without", *group) for group in groups)
+    for name, group in groups:
+        yield "times", name, group, 1.3
+        yield "times", name, group, 1 / 1.3
+        yield "without", name, group
 
 
 def perturbed(
@@ -201,61 +192,49 @@ def perturbed(
 
 def audit(path: Path, *, every_claim: bool) -> bool:
     """Print what nothing turns red; returns whether an answer from rows is among it."""
-    started, notebook = time.monotonic(), Notebook(path)
+    notebook = Notebook(path)
     try:
         claims = notebook.run()
     except Exception as error:
         print(f"{path.stem}: does not run, {type(error).__name__}: {error}", flush=True)
         return True
-    said, changed, fell = (
-        notebook.said,
-        set(),
-        {key for key, (_, holds) in claims.items() if not holds},
-    )
+    said = notebook.said
+    changed = set()
+    fell = {key for key, (_, holds) in claims.items() if not holds}
     for tried, perturb in enumerate(perturbations(list(notebook.frames.values()))):
         left = claims.keys() - fell if every_claim else changed - {key[:2] for key in fell}
         if tried >= NOISES and not left:
             break
-        print(
-            f"\r{path.stem}: {tried} perturbations, {len(fell)} claims false",
-            end=" ",
-            file=sys.stderr,
-        )
+        progress = f"{path.stem}: {tried} perturbations, {len(fell)} claims false"
+        print(f"\r{progress}", end=" ", file=sys.stderr)
         gc.collect()  # a cell that broke leaves its frame, with tables in it, in a cycle
         fell |= {key for key, (_, holds) in notebook.run(perturb).items() if not holds}
         rerun = {answer for answer in said if notebook.cells[answer[0]].from_rows}
         changed |= {answer for answer in rerun if notebook.said.get(answer) != said[answer]}
     red = {key[:2] for key in fell}
-    took = f"{tried} perturbations, {time.monotonic() - started:.0f} s"
-    print(f"{path.stem}: {len(changed)} of {len(said)} answers depend on rows; "
-          f"{len(fell)} of {len(claims)} claims turned false ({took})")  # fmt: skip
-    told = [f"nothing turns red: ({deliverable})" for _, deliverable in sorted(changed - red)]
-    told += [
-        f"whatever the rows: ({deliverable})"
-        for _, deliverable in sorted(said.keys() - changed - red)
-    ]
-    told += [f"({key[1]}) {claims[key][0]}" for key in sorted(claims.keys() - fell) if every_claim]
-    print("".join(f"    {line}\n" for line in told), end="", flush=True)
+    count = f"{len(changed)} of {len(said)} answers depend on rows"
+    print(f"{path.stem}: {count}; {len(fell)} of {len(claims)} claims turned false")
+    for _, deliverable in sorted(changed - red):
+        print(f"    nothing turns red: ({deliverable})")
+    for _, deliverable in sorted(said.keys() - changed - red):
+        print(f"    whatever the rows: ({deliverable})")
+    for key in sorted(claims.keys() - fell) if every_claim else ():
+        print(f"    ({key[1]}) {claims[key][0]}")
     return bool(changed - red)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.claims", description=__doc__.splitlines()[0]
-    )
+    description = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m tests.claims", description=description)
     parser.add_argument("numbers", nargs="*", metavar="NN", help="of notebooks (all)")
     parser.add_argument("--all", action="store_true", help="each claim that nothing turns false")
     options = parser.parse_args()
-    paths = sorted(NOTEBOOKS.glob("*.ipynb"))
-    paths = [
-        path
-        for path in paths
-        if path.stem[:2] in (options.numbers or [p.stem[:2] for p in paths[1:]])
-    ]
+    paths = sorted(NOTEBOOKS.glob("*.ipynb"))[1:]
+    if options.numbers:
+        paths = [path for path in paths if path.stem[:2] in options.numbers]
     warnings.simplefilter("ignore")
-    signal.signal(
-        signal.SIGALRM, signal.default_int_handler
-    )  # a KeyboardInterrupt, which ends the cell
+    # A KeyboardInterrupt ends the cell.
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
     os.chdir(NOTEBOOKS)
     with tempfile.TemporaryDirectory(prefix="claims-") as folder:
         os.environ |= {"LABBOOK_FIGURES": folder, "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "agg"}

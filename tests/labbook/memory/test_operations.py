@@ -13,7 +13,8 @@ from labbook.memory import operations_of, saved_bytes, saved_for_backward, sum_o
 from labbook.memory.operations import Operation
 
 FLOAT = 4
-BATCH, CONTEXT = 2, 16
+BATCH = 2
+CONTEXT = 16
 CONFIG = model_size("tiny")
 
 
@@ -78,50 +79,30 @@ def test_a_fused_optimizer_reads_four_and_writes_three():
 def test_fused_attention_and_products_with_vectors_have_flops(name):
     q, k, v = torch.randn(3, 1, 2, 32, 16, requires_grad=True).unbind()
     attend = ATTENTION[name].load()
-    forward, both = (
-        sum(one.flops for one in operations_of(run))
-        for run in (lambda: attend(q, k, v, False), lambda: attend(q, k, v, False).sum().backward())
-    )
+    runs = (lambda: attend(q, k, v, False), lambda: attend(q, k, v, False).sum().backward())
+    forward, both = (sum(one.flops for one in operations_of(run)) for run in runs)
     assert (forward, both) == (4 * 2 * 32 * 32 * 16, 14 * 2 * 32 * 32 * 16)
     assert [one.flops for one in operations_of(lambda: q[0, 0] @ v[0, 0, 0])] == [2 * 32 * 16]
 
 
-@pytest.mark.parametrize(("context_length", "d_head"), [(64, 16), (256, 128)])
-def test_closed_form_of_attention_is_what_eager_attention_moves(context_length, d_head):
-    shape = (8, context_length, d_head)
-    q, k, v, gradient = (torch.empty(shape, device="meta", requires_grad=True) for _ in range(4))
+def test_closed_form_of_attention_is_what_eager_attention_moves():
+    shape = (8, 256, 128)
+    q, k, v = (torch.empty(shape, device="meta", requires_grad=True) for _ in range(3))
     output = plain_attention(q, k, v)
     runs = {
         "forward": lambda: plain_attention(q, k, v),
-        "backward": lambda: output.backward(gradient.detach()),
+        "backward": lambda: output.backward(torch.empty(shape, device="meta")),
     }
     for pass_, run in runs.items():
         counted = operations_of(run)
-        assert sum(one.bytes_moved for one in counted) == accounting.attention_traffic_bytes(
-            *shape, pass_
-        )
+        moved = accounting.attention_traffic_bytes(*shape, pass_)
+        assert sum(one.bytes_moved for one in counted) == moved
         assert sum(one.flops for one in counted) == accounting.attention_flops(*shape, pass_)
-    both = accounting.attention_traffic_bytes(*shape, "forward_backward")
-    assert both == sum(accounting.attention_traffic_bytes(*shape, pass_) for pass_ in runs)
 
 
 def test_each_operation_waits_for_its_own_bottleneck():
     counted = [Operation("mm", 8 * 10**9, 1), Operation("add", 0, 3 * 10**6)]
     assert sum_of_rooflines_ms(counted, matmul_tflops=2, copy_gbps=1) == pytest.approx(4 + 3)
-
-
-def test_a_causal_mask_moves_more_than_the_closed_form():
-    """Of its four passes over the scores one operation hides two; it also reads the mask."""
-    shape, context_length = (6, 40, 16), 40
-    a_pass = FLOAT * 6 * 40 * 40
-    q, k, v = (torch.empty(*shape, device="meta") for _ in range(3))
-    seen = operations_of(lambda: plain_attention(q, k, v, is_causal=True))
-    matmuls = [one.bytes_moved for one in seen if one.name == "bmm"]
-    assert matmuls == 2 * [a_pass + 2 * FLOAT * 6 * 40 * 16]
-    masked = next(one for one in seen if one.name == "masked_fill")
-    assert masked.bytes_moved == 2 * a_pass + context_length**2
-    whole = accounting.attention_traffic_bytes(*shape)
-    assert sum(one.bytes_moved for one in seen) > whole + 2 * a_pass
 
 
 # Bytes saved for backward, tensor by tensor.
@@ -164,27 +145,10 @@ def test_a_view_counts_as_the_storage_it_keeps_alive():
 def test_what_a_block_saves(model, x):
     saved = saved_for_backward(model.layers[0], x)
     scores = BATCH * CONFIG.num_heads * CONTEXT**2 * 4
-    attention = saved[
-        saved.code.str.startswith(("attention/plain", "functional")) & (saved.module == "attn")
-    ]
-    assert attention.size_bytes.max() == scores
+    ours = saved.code.str.startswith(("attention/plain", "functional"))
+    assert saved[ours & (saved.module == "attn")].size_bytes.max() == scores
     assert set(saved.module) >= {"ln1", "attn", "attn.q_proj", "ffn", "ffn.w2"}
     assert not saved.module.str.startswith("layers").any(), "modules are named within the block"
-
-
-def test_flash_attention_saves_no_scores(x):
-    block = build_model(CONFIG, CONTEXT, attention_implementation="flash_pytorch").layers[0]
-    saved = saved_for_backward(block, x)
-    flash = saved[saved.code.str.startswith("attention/")]
-    assert len(flash) == 5, "q, k, v, o and one logsumexp"
-    assert BATCH * CONFIG.num_heads * CONTEXT * 4 in set(flash.size_bytes)
-    assert (flash.operation != "").all()
-
-
-def test_sixteen_bits_halve_the_matmuls(model, x):
-    with torch.autocast("cpu", torch.bfloat16):
-        saved = saved_for_backward(model.layers[0], x)
-    assert set(saved[saved.operation == "linear"].dtype) == {"bfloat16"}
 
 
 def test_bytes_of_a_function(x):
