@@ -3,12 +3,11 @@
     python -m tests.attention.random_cases                      half a minute on every GPU there is
     python -m tests.attention.random_cases --seconds 120 --processes 32 --seed 7
 
-Head sizes of 16 to 256 and odd ones, 1 to 2,000 queries and keys, three dtypes, causal or not, large scores,
+Head sizes of 16 to 256 and odd ones, 2 to 2,000 queries and keys, three dtypes, causal or not, large scores,
 strided, sliced and offset inputs, expanded gradients. Each is held to `accuracy`: at most twice as far from
-float64 as PyTorch's own, or, where few keys are seen, as FlashAttention-2 in PyTorch. Where one key is seen
-its weight is 1, whatever the score: dQ and dK are zero, and held to roundings of the terms that cancel. A
-process keeps a Form, what Triton compiles for, over many cases: the rest varies. Only for GPUs: interpreted,
-it is too slow.
+float64 as PyTorch's own, or, where few keys are seen, as FlashAttention-2 in PyTorch. (Of a single key the
+weight is 1, and dQ and dK are what rounding leaves: test_flash.py.) A process keeps a Form, what Triton
+compiles for, over many cases: the rest varies. Only for GPUs: interpreted, it is too slow.
 Exit code 1: a case is too far off, or there were none.
 """
 
@@ -34,7 +33,7 @@ HEAD_SIZES = (16, 32, 33, 40, 64, 64, 80, 96, 128, 128, 256)
 # Powers of two; None is for the number 1. Tiles have up to 128 rows.
 BATCH_POWERS = (None, None, 0, 1, 2, 3)
 HEADS_POWERS = (None, None, 0, 1, 3, 4)
-LENGTH_POWERS = (None, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 7)
+LENGTH_POWERS = (0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 7)
 # What comes out has strides of the same kind as if its input were contiguous; but not of
 COLUMNS_FIRST = ("columns first",)
 ROWS_FIRST = tuple(name for name in LAYOUTS if name not in COLUMNS_FIRST)
@@ -104,8 +103,8 @@ class Form:
     is_causal: bool
     batch: int | None  # the power of two, None for 1
     heads: int | None
-    queries: int | None
-    keys: int | None
+    queries: int
+    keys: int
     square: bool  # as many keys as queries
     layouts: list[tuple[str, ...]]  # of Q, K and V: a case has one of each
 
@@ -171,12 +170,6 @@ def one_case(form: Form, draw: random.Random, generator: torch.Generator, longes
     where = f"({batch}, {heads}, {n_queries} by {n_keys}, {form.d}), scores times {scale}, Q, K, V "
     where += f"{', '.join(layouts)}, of dO expanded: {expanded}"
 
-    if n_keys == 1 or (form.is_causal and n_queries == 1):
-        d_q, d_k = torch.autograd.grad(ours(*inputs.values()), (inputs["Q"], inputs["K"]), d_o)
-        check_zero_gradients(inputs, d_o, d_q, d_k, where)
-        inputs["Q"].requires_grad_(False)
-        inputs["K"].requires_grad_(False)
-
     # Of few keys, or where large scores choose one, dP - delta leaves FlashAttention-2's roundings.
     few = min(n_queries, n_keys) <= 16 or scale > 1
     yardstick = sdpa if device.type == "cuda" else plain_attention
@@ -191,22 +184,6 @@ def one_case(form: Form, draw: random.Random, generator: torch.Generator, longes
     reference = Reference(formula, torchs_own=torchs_own, rounding=rounding)
     # It compares as it is iterated over, and raises.
     list(compare(ours, Trial(inputs, d_o, where), reference))
-
-
-def check_zero_gradients(
-    inputs: dict[str, Tensor], d_o: Tensor, d_q: Tensor, d_k: Tensor, where: str
-) -> None:
-    """dQ and dK where only the first key is seen: dS = P (dP - delta) is a rounding of dP's terms or less."""
-    q, k, v = (x.detach().double().abs() for x in inputs.values())
-    d_s = q.shape[-1] ** -0.5 * d_o.double().abs() @ v[..., :1, :].mT
-    assert not d_k[..., 1:, :].any(), f"dK of {where}: keys that no query sees have a gradient"
-    d_q_terms = d_s @ k[..., :1, :]
-    d_k_terms = d_s.mT @ q
-    for name, gradient, terms in (("dQ", d_q, d_q_terms), ("dK", d_k[..., :1, :], d_k_terms)):
-        of_terms = terms.norm().clamp_min(torch.finfo(torch.float32).tiny)
-        error = (gradient.double().norm() / of_terms).item()
-        message = f"{error:.2g} of its terms found, allowed {2 * EPS:.2g}"
-        assert error <= 2 * EPS, f"{name} of {where} is zero; {message}"
 
 
 if __name__ == "__main__":

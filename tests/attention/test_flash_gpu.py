@@ -3,9 +3,11 @@
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from cs336_systems.checks import AttentionCase, check_attention
 from labbook import matmul_precision
@@ -30,138 +32,34 @@ def random_inputs(*shape, dtype=torch.bfloat16, requires_grad=False):
 
 
 BOTH_MASKS = pytest.mark.parametrize("is_causal", [False, True])
-HALVES = DTYPES[1:]
-LARGE = "large scores"  # of a deviation of 30
-# Head sizes, dtypes, times; name, leading dimensions, queries and keys; causal, but for those called full.
 # On fresh inputs each time: an error that moves is a race, or registers reused under a running product.
-FORMS = {
-    "every tile": (
-        (16, 32, 64, 96, 128, 256),
-        DTYPES,
-        3,
-        [
-            ("even", (2, 2), 1024, 1024),
-            ("full", (2,), 512, 1024),
-            ("ragged", (3,), 777, 901),
-            (LARGE, (2,), 512, 512),
-        ],
-    ),
-    "enough programs for Hopper's own kernels": (
-        (33, 40, 64, 72, 128),
-        HALVES,
-        3,
-        [
-            ("even", (5, 8), 512, 512),
-            ("full", (40,), 512, 640),
-            ("ragged", (50,), 333, 390),
-            ("ragged, full", (50,), 301, 389),
-            ("more queries than keys", (3, 50), 390, 70),
-            ("fewer keys than a tile has, full", (150,), 200, 5),
-            ("keys that no query sees", (150,), 70, 700),
-            ("one query, one key", (150,), 1, 1),
-            (LARGE, (40,), 512, 512),
-        ],
-    ),
-    "long enough for hopper_backward": (
-        (33, 40, 64, 72, 128),
-        HALVES,
-        2,
-        [
-            ("even", (40,), 1152, 1152),
-            ("ragged", (20,), 1111, 1190),
-            ("ragged, full", (50,), 601, 389),
-            ("more queries than keys", (150,), 1090, 70),
-            ("fewer keys than a tile has, full", (150,), 600, 5),
-            ("keys that no query sees", (12,), 1070, 1700),
-            (LARGE, (20,), 1152, 1152),
-        ],
-    ),
-    # Persistent forwards, of short sequences and of long ones, and backwards of both.
-    "more work than programs": (
-        (16, 33, 64, 128),
-        HALVES,
-        2,
-        [
-            ("short", (25, 4), 512, 512),
-            ("short, ragged", (120,), 401, 409),
-            ("short, full", (100,), 500, 250),
-            ("long, full", (40,), 1152, 1152),
-            ("long, ragged, full", (12,), 1100, 4123),
-            ("long, causal", (12,), 4300, 4300),
-            (LARGE, (100,), 512, 512),
-        ],
-    ),
-    # Few heads: from a launch for each pass to as many splits as there are.
-    "keys split over programs": (
-        (16, 33, 64, 128),
-        DTYPES,
-        3,
-        [
-            ("short", (), 500, 500),
-            ("even", (), 2048, 2048),
-            ("full", (), 1024, 1280),
-            ("ragged", (2,), 1111, 1333),
-            ("more queries than keys", (), 3000, 1030),
-            (LARGE, (4,), 1024, 1024),
-        ],
-    ),
-    "enough programs for bf16x3": (
-        (33, 64, 72, 128),
-        [torch.float32],
-        3,
-        [
-            ("even", (5, 8), 1024, 1024),
-            ("full", (40,), 1024, 1280),
-            ("ragged", (40,), 1111, 1333),
-            ("ragged, full", (40,), 1333, 1111),
-            (LARGE, (40,), 1024, 1024),
-        ],
-    ),
-    # From so few heads that the smallest tiles run to so many that the largest do, as test_choose.py says.
-    "every tile of ieee": (
-        (16, 32, 64, 128, 256),
-        [torch.float32],
-        3,
-        [
-            row
-            for n in (1, 5, 20, 30, 50)
-            for row in [
-                ("even", (n,), 300, 300),
-                ("full", (n,), 300, 311),
-                (LARGE, (n,), 300, 300),
-            ]
-        ],
-    ),
-    "long": ((64, 128), [torch.bfloat16, torch.float32], 1, [("long", (1,), 8192, 8192)]),
-}
+FORMS = yaml.safe_load(Path(__file__).with_name("gpu_cases.yaml").read_text())
 
 
 def cases_of(form, d):
-    *_, rows = FORMS[form]
-    for name, leading, n_queries, n_keys in rows:
+    for name, leading, n_queries, n_keys in FORMS[form]["cases"]:
         is_causal = "full" not in name
-        logit_scale = 30.0 if name == LARGE else 1.0
-        yield AttentionCase(name, leading, n_queries, n_keys, d, is_causal, logit_scale)
+        logit_scale = 30.0 if name == "large scores" else 1.0
+        yield AttentionCase(name, tuple(leading), n_queries, n_keys, d, is_causal, logit_scale)
 
 
 @pytest.mark.parametrize(
     ("form", "d", "dtype"),
     [
-        (form, d, dtype)
-        for form, (sizes, dtypes, *_) in FORMS.items()
-        for d in sizes
-        for dtype in dtypes
+        (name, d, getattr(torch, dtype))
+        for name, form in FORMS.items()
+        for d in form["d"]
+        for dtype in form["dtypes"]
     ],
     ids=str,
 )
 def test_error_at_most_twice_pytorchs(form, d, dtype):
-    *_, times, _ = FORMS[form]
     cases = list(cases_of(form, d))
     if form == "long enough for hopper_backward" and has_registers_for_backward():
         tuning = tuning_for(dtype, d, torch.device("cuda"))
         for case in cases:
             assert races.launched_of(case, tuning).endswith(" hopper_backward")
-    for _ in range(times):
+    for _ in range(FORMS[form]["times"]):
         check_attention(FlashAttentionTriton.apply, cases=cases, dtype=dtype)
 
 
