@@ -22,16 +22,15 @@ def run_on_slurm(
 ) -> list[Outcome]:
     """Submit what is not done and unchanged, and wait for its end; how each job ended.
 
-    Of a job that still is with Slurm from before one waits for the other.
-
     command: executes the job whose name is put at its end, with outcomes in a folder of `output`.
     gpu: whether a job gets GPUs: as many as it has ranks, at least one.
     Raises BatchError: there is no Slurm here.
     Raises KeyboardInterrupt: Ctrl-C; all jobs of this folder of results are cancelled.
     """
     if shutil.which("sbatch") is None:
-        remedy = "--cluster slurm is for a node of a Slurm cluster"
-        raise BatchError(f"there is no sbatch here; {remedy}")
+        raise BatchError(
+            "there is no sbatch here; --cluster slurm is for a node of a Slurm cluster"
+        )
     digest = hashlib.sha256(str(output).encode()).hexdigest()
     name = f"workbook-{digest[:8]}"
     due = [job for job in jobs if force or _is_due(job, output, gpu)]

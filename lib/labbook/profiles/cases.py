@@ -23,7 +23,7 @@ from labbook.profiles.table import (
     range_table,
     within,
 )
-from labbook.profiles.torch_trace import keep_one_step, record_trace
+from labbook.profiles.torch_trace import record_trace
 from labbook.timing import release_memory, run_or_out_of_memory
 
 Program = Callable[[Case], Callable[[], Any]]
@@ -45,8 +45,8 @@ def profile_cases(
     program: warms a case up, and returns what is to be profiled.
     source: "torch" (torch.profiler, here), or "nsys": one process under Nsight Systems for all cases, which
         gets them and the program as a pickle.
-    stem: of what is left of the cases to `keep`: <stem>.nsys-rep, or <stem>-<pass>-<context>-<dtype>.json.gz,
-        one step for Perfetto.
+    stem: of what is left of the cases to `keep`: <stem>.nsys-rep, or <stem>-<pass>-<context>-<dtype>.json.gz
+        for Perfetto.
     skip: why a case cannot run here, or "".
     """
     runnable = []
@@ -63,12 +63,12 @@ def profile_cases(
             if report.exists() and any(map(keep, runnable)):
                 shutil.move(report, f"{stem}.nsys-rep")
             return
-        trace = Path(scratch, "trace.json")
+        trace = Path(scratch, "trace.json.gz")
         for case in runnable:
             yield _rows(case, source, partial(_record_here, program, case, trace))
             if trace.exists() and keep(case):
                 names = [f"-{case[name]}" for name in _NAMED if name in case]
-                keep_one_step(trace, stem.with_name(f"{stem.name}{''.join(names)}.json.gz"))
+                shutil.move(trace, f"{stem}{''.join(names)}.json.gz")
             trace.unlink(missing_ok=True)
 
 

@@ -82,7 +82,8 @@ def complete(events: pd.DataFrame, source: str) -> pd.DataFrame:
     """
     needed = ["name", "process", "thread", "start_ns", "end_ns"]
     has_stream = events.kind.isin(["kernel", "memcpy", "memset", "graph"])
-    is_odd = events[needed].isna().any(axis=1) | (has_stream & events.stream.isna())
+    is_odd = events[needed].isna().any(axis=1)
+    is_odd |= has_stream & events.stream.isna()
     is_odd |= (events.end_ns < events.start_ns).fillna(True).astype(bool)
     if is_odd.any():
         count = (
@@ -154,7 +155,8 @@ def kernel_table(profile: Profile, root: str = STEP) -> pd.DataFrame:
     """
     steps, _, kernels = _inside(profile, root)
     times_ms = (kernels.end_ns - kernels.start_ns) * MS
-    of_kernel = kernels.assign(total_ms=times_ms).groupby(_KEYS)["total_ms"]
+    kernels = kernels.assign(total_ms=times_ms)
+    of_kernel = kernels.groupby(_KEYS)["total_ms"]
     sums = of_kernel.agg(calls="size", total_ms="sum")
     table = (sums / len(steps)).reset_index()
     return table.sort_values("total_ms", ascending=False, ignore_index=True)

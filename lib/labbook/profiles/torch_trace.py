@@ -12,8 +12,8 @@ import pandas as pd
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from labbook.files import make_folder, write_atomically
-from labbook.profiles.table import STEP, Profile, ProfileError, complete
+from labbook.files import make_folder
+from labbook.profiles.table import Profile, ProfileError, complete
 
 _KINDS = {
     "user_annotation": "range",
@@ -59,38 +59,6 @@ def record_trace(
     make_folder(path.parent)
     profiler.export_chrome_trace(str(path))
     return read_trace(path)
-
-
-def keep_one_step(path: Path, kept: Path) -> None:
-    """Write the last step of a trace, without what neither a reader nor `read_trace` needs, to a .json.gz.
-
-    Of a CUDA trace that is the ranges, the launches and the kernels: a hundredth of the bytes.
-    Raises ProfileError: it has no step, a range `measure`; or as `load_trace`.
-    """
-    trace, events = load_trace(path)
-    steps = events[(events.kind == "range") & (events.name == STEP)]
-    if steps.empty:
-        raise ProfileError(f"{path.name} has no step to keep: no range {STEP!r} was recorded in it")
-    step = steps.loc[steps.start_ns.idxmax()]
-    is_on_gpu = events.kind.isin(_ON_GPU)
-    is_of_host = ~is_on_gpu
-    if is_on_gpu.any():
-        is_of_host &= events.kind != "operator"
-    is_kept = is_of_host & events.start_ns.between(step.start_ns, step.end_ns, inclusive="left")
-    launches = events.correlation[is_kept].dropna()
-    is_kept |= is_on_gpu & events.correlation.isin(launches)
-    lanes = [event for event in trace if event.get("ph") == "M"]  # their names, in Perfetto
-    kept_events = lanes + [_slim(trace[place]) for place in events.index[is_kept]]
-    text = json.dumps({"traceEvents": kept_events}, separators=(",", ":"))
-    write_atomically(kept, gzip.compress(text.encode(), mtime=0))
-
-
-def _slim(event: dict[str, Any]) -> dict[str, Any]:
-    """An event without what is not read."""
-    slim = {name: event[name] for name in ["ph"] + _FIELDS}
-    arguments = event.get("args", {})
-    slim["args"] = {name: arguments[name] for name in _ARGUMENTS if name in arguments}
-    return slim
 
 
 def load_trace(path: Path) -> tuple[list[dict[str, Any]], pd.DataFrame]:

@@ -7,6 +7,17 @@ from labbook.profiles.gathers import units_of
 
 MS = 10**6
 NCCL = "ncclDevKernel_AllGather_RING_LL"
+KERNELS = [
+    (NCCL, 1, 1, 2, 20),
+    (NCCL, 102, 103, 109, 20),
+    (NCCL, 104, 109, 115, 20),
+    ("gemm", 111, 112, 130, 7),
+    ("gemm", 121, 131, 140, 7),
+    ("Memcpy", 122, 198, 199, 8),
+    (NCCL, 152, 153, 158, 20),
+    ("gemm", 161, 162, 170, 7),
+    ("ncclSum", 151, 152, 153, 20),
+]
 
 
 def test_units_have_one_gather_each_and_blocks_equally_many():
@@ -20,22 +31,15 @@ def test_units_have_one_gather_each_and_blocks_equally_many():
 
 def test_each_pass_has_its_gathers_and_its_marks(a_profile):
     """The first step and a copy on a stream of its own are left out; backward gathers one block again."""
-    ranges = [("measure", 0, 50), ("measure", 100, 200), ("backward", 150, 190)]
+    ranges = [
+        ("measure", 0, 50),
+        ("measure", 100, 200),
+        ("backward", 150, 190),
+    ]
     for layer, at in [("0", 10), ("0", 110), ("1", 120), ("1", 160)]:
         ranges.append((f"needs layers.{layer}", at, at + 1))
-    kernels = [
-        (NCCL, 1, 1, 2, 20),
-        (NCCL, 102, 103, 109, 20),
-        (NCCL, 104, 109, 115, 20),
-        ("gemm", 111, 112, 130, 7),
-        ("gemm", 121, 131, 140, 7),
-        ("Memcpy", 122, 198, 199, 8),
-        (NCCL, 152, 153, 158, 20),
-        ("gemm", 161, 162, 170, 7),
-        ("ncclSum", 151, 152, 153, 20),
-    ]
     in_ms = [(name, MS * start, MS * end) for name, start, end in ranges]
-    launched = [(name, MS * a, MS * b, MS * c, stream) for name, a, b, c, stream in kernels]
+    launched = [(name, MS * a, MS * b, MS * c, stream) for name, a, b, c, stream in KERNELS]
     units = {"forward": ["layers.0", "layers.1"], "backward": ["layers.1"]}
     arguments = []
 

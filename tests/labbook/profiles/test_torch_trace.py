@@ -10,9 +10,7 @@ import torch
 
 from cs336_systems.nvtx import annotate, recording
 from labbook.profiles.table import ProfileError, kernel_table, range_table
-from labbook.profiles.torch_trace import keep_one_step, read_trace, record_trace
-
-MUL = "void at::native::vectorized_elementwise_kernel<4, at::native::MulFunctor<float> >(int)"
+from labbook.profiles.torch_trace import read_trace, record_trace
 
 
 def event(category: str, name: str, ts: float, dur: float, tid: int = 1, **args) -> dict:
@@ -20,22 +18,7 @@ def event(category: str, name: str, ts: float, dur: float, tid: int = 1, **args)
 
 
 # One step in microseconds; forward launches a kernel and a copy, backward one from another thread.
-EVENTS = [
-    {"ph": "M", "name": "process_name", "pid": 9, "args": {"name": "python"}},
-    event("user_annotation", "measure", 0, 100),
-    event("user_annotation", "forward", 10, 30),
-    event("user_annotation", "Optimizer.step#AdamW.step", 10, 30),
-    event("user_annotation", "backward", 50, 40),
-    event("gpu_user_annotation", "forward", 110, 30, tid=7),
-    event("cpu_op", "aten::mul", 11, 5),
-    event("cuda_runtime", "cudaLaunchKernel", 12.5, 2, correlation=1),
-    event("cuda_runtime", "cudaMemcpyAsync", 20, 2, correlation=2),
-    event("cuda_driver", "cuLaunchKernelEx", 60, 2, tid=2, correlation=3),
-    event("cuda_runtime", "cudaDeviceSynchronize", 91, 8, correlation=4),
-    event("kernel", MUL, 110, 8, correlation=1, stream=7),
-    event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 120, 3, correlation=2, stream=7),
-    event("kernel", "nvjet_sst_128x64", 160, 20, correlation=3, stream=7),
-]
+EVENTS = json.loads((Path(__file__).parent / "data" / "cuda_trace.json").read_text())["traceEvents"]
 
 
 def cuda_trace(since: float = 0) -> dict:
@@ -144,23 +127,6 @@ def test_an_operator_that_dispatches_to_itself_is_one_call_with_all_its_time(sav
     assert table.total_ms.to_dict() == pytest.approx({"aten::mm": 0.035, "aten::fill_": 0.005})
 
 
-def test_one_step_kept_of_several(save, tmp_path):
-    """The same table as the whole trace's, when its steps are equal."""
-    second = cuda_trace(since=1000)["traceEvents"][1:]
-    for each in second:
-        if "correlation" in each["args"]:
-            each["args"]["correlation"] += 10
-        each["args"] |= {"External id": 7, "registers per thread": 32}
-    whole = {"traceEvents": EVENTS + second}
-    path = save(whole)
-    kept = tmp_path / "kept" / "step.json.gz"
-    keep_one_step(path, kept)
-    assert kernel_table(read_trace(kept)).equals(kernel_table(read_trace(path)))
-    written = gzip.decompress(kept.read_bytes())
-    assert b"registers" not in written
-    assert b"process_name" in written, "Perfetto names the lanes"
-
-
 def test_damaged_files(cpu, tmp_path):
     whole = cpu[1].read_bytes()
     files = {"a.json": gzip.decompress(whole)[:5000], "b.json.gz": whole[:3000], "c.json.gz": b"no"}
@@ -201,10 +167,6 @@ def test_traces_of_others(save):
         read_trace(save(trace))
 
 
-def test_a_trace_without_a_step_keeps_none_and_one_without_kernels_says_why(save, tmp_path):
-    without_step = save({"traceEvents": [e for e in EVENTS if e["name"] != "measure"]})
-    with pytest.raises(ProfileError, match="no step"):
-        keep_one_step(without_step, tmp_path / "kept.json.gz")
-    calls = save({"traceEvents": EVENTS[:-3]})
+def test_a_trace_without_kernels_says_why(save):
     with pytest.raises(ProfileError, match="CUPTI"):
-        read_trace(calls)
+        read_trace(save({"traceEvents": EVENTS[:-3]}))
