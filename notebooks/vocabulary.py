@@ -56,6 +56,7 @@ family(
     "implementation wrapper",
     """
     ddp             | DDP                      | blue
+    ddp_rounded     | DDP, 16-bit messages     | yellow
     zero            | PyTorch's ZeRO           | grey
     sharded         | ShardedOptimizer         | orange
     sharded_scatter | ZeRO 1 (paper)           | vermillion

@@ -13,6 +13,7 @@ class Sharding:
     """What a strategy sends, and what of SHARDED a rank holds only its share of.
 
     sends: collectives in which all parameters or all gradients travel in a step.
+    rounds: what travels is rounded to the dtype of the forward, though nothing is cast before it.
     unit: what is gathered at once, a "weight" or a "block"; "" where nothing is.
     ahead: how many units are gathered ahead of use in backward.
     copies: a message is gathered into a buffer, and copied from there to the weights.
@@ -22,6 +23,7 @@ class Sharding:
 
     sends: tuple[str, ...] = ("all_gather", "reduce_scatter")
     shards: tuple[str, ...] = SHARDED
+    rounds: bool = False
     unit: str = ""
     ahead: int = 0
     copies: bool = False

@@ -133,7 +133,9 @@ WRONG = {
     ],
     "42": [
         ("held", "2 * parameter_bytes", "parameter_bytes", "AdamW has two moments"),
+        ("held", "if name in sharded", "if len(sharded) == 3 or name in sharded[:1]", "each part that is"),
         ("sent", "(ranks - 1) / ranks", "1", "N - 1 of N links"),
+        ("sent", "in collectives", "in set(collectives)", "the second gather, too"),
         ("gradient_peak", "max(most, ", "(", "the largest moment"),
     ],
     "43": [
@@ -154,10 +156,10 @@ WRONG = {
     ],
     "44": [
         ("hides", "2 * parameters * tokens", "parameters * tokens", "a multiplication and an addition"),
+        ("hides", "received / forward_s", "parameters * element_bytes / 2 / forward_s", "of four ranks three"),
         ("could_begin", ", *launches[launches >= mark].head(1)", "", "the next one's launch"),
-        ("waiting_ms", "max(0.0, end - need)", "end - need", "early does not make up"),
         ("computing_share", "max(0.0, min(b, end) - max(a, start))", "b - a", "below"),
-        ("least_bandwidth", "for j in range(i + 1))", "for j in range(i, i + 1))", "a queue"),
+        ("least_bandwidth", "for j in range(i + 1)]", "for j in range(i, i + 1)]", "a queue"),
     ],
     "55": [
         ("slice_of", 'dim=1 if name == "w2" else 0', "dim=0", "w2 keeps columns"),

@@ -28,6 +28,7 @@ from cs336_systems.parallel import (
     fill_buckets,
     launch,
 )
+from cs336_systems.parallel.overlapped import RoundedDDP
 from cs336_systems.traffic import watch_collectives
 
 WRAPPERS = DDP | {
@@ -168,6 +169,18 @@ def messages_leave_while_backward_runs(context):
     assert sent(model) == (buckets, [USED])
 
 
+def a_rounded_mean_is_float32_again(context):
+    """Of 1 and 1 + 2 ** -7 the mean lies between two numbers of bfloat16: the even one is taken."""
+    module = nn.Linear(1, 1, bias=False)
+    model = RoundedDDP(module, 2 * LAYER_MB, torch.bfloat16)
+    with watch_collectives() as messages:
+        model(torch.tensor([[1 + context.rank * 2**-7]])).backward()
+    assert [message.dtype for message in messages] == [torch.bfloat16]
+    model.finish_gradient_synchronization()
+    assert module.weight.grad.dtype == torch.float32
+    assert module.weight.grad.item() == 1.0
+
+
 def a_backward_inside_of_backward_is_no_pass_of_its_own(context):
     """As a checkpoint of the old kind runs it."""
     nested = OverlappedDDP(Recomputed())
@@ -198,6 +211,7 @@ TWO_RANKS = [
     messages_are_as_long_as_bucket_bytes_says,
     buckets_follow_the_order_that_rank_0_has_seen,
     messages_leave_while_backward_runs,
+    a_rounded_mean_is_float32_again,
     a_backward_inside_of_backward_is_no_pass_of_its_own,
     passes_of_the_ranks_may_reach_different_layers,
 ]

@@ -53,7 +53,8 @@ def sent_bytes(
         if replicated:
             sizes["all_reduce"] = FLOAT32_BYTES * replicated
     else:
-        sizes = dict.fromkeys(sharding.sends, FLOAT32_BYTES * numbers)
+        width = dtype_bytes(dtype) if sharding.rounds else FLOAT32_BYTES
+        sizes = dict.fromkeys(sharding.sends, width * numbers)
     return {name: rank_bytes(name, size, world_size) for name, size in sizes.items()}
 
 

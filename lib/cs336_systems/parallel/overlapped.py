@@ -187,6 +187,39 @@ class BucketedDDP(OverlappedDDP):
         return [[self._trainable[index] for index in bucket]]
 
 
+class RoundedDDP(BucketedDDP):
+    """The same, with every bucket sent in a narrower dtype; gradients keep their own.
+
+    Args:
+        compute_dtype: of the messages, in which the ranks are summed too.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        bucket_size_mb: float,
+        compute_dtype: torch.dtype = torch.float32,
+    ):
+        self._message_dtype = compute_dtype
+        super().__init__(module, bucket_size_mb)
+
+    def _start_reduction(self, bucket: Tensor, backend: str) -> "_RoundedMean":
+        return _RoundedMean(bucket, self._message_dtype, backend)
+
+
+class _RoundedMean:
+    """As `start_mean`, of a copy that is rounded; `wait()` puts the mean back."""
+
+    def __init__(self, tensor: Tensor, dtype: torch.dtype, backend: str):
+        self._tensor = tensor
+        self._rounded = tensor.to(dtype)
+        self._work = start_mean(self._rounded, backend)
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._tensor.copy_(self._rounded)
+
+
 def bucket_bytes(parameters: Iterable[Tensor], bucket_size_mb: float) -> list[int]:
     """Sizes of BucketedDDP's messages in its first step, padded; parameters of one dtype, on meta too."""
     tensors = list(parameters)

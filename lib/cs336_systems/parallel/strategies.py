@@ -19,7 +19,7 @@ from torch.optim import AdamW, Optimizer
 
 from cs336_systems.parallel.ddp import FlatDDP, NaiveDDP, broadcast_from_rank_0
 from cs336_systems.parallel.fsdp import FSDP
-from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP
+from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP, RoundedDDP
 from cs336_systems.parallel.reduce_scatter import ReduceScatterDDP
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 from cs336_systems.sharding import AROUND_BLOCKS, BLOCKS, OPTIMIZER_STATE, Sharding
@@ -118,7 +118,8 @@ def wrapper(name: str, bucket_size_mb: float | None = None) -> Callable[[nn.Modu
 class Strategy(Sharding):
     """A strategy of training on several GPUs: who wraps the module, and who wraps its optimizer."""
 
-    # Called as wrap(module); where it casts, as wrap(module, compute_dtype=...); or wrap(module, optimizer).
+    # Called as wrap(module); where it casts or rounds, as wrap(module, compute_dtype=...); or
+    # wrap(module, optimizer).
     wrap: Callable[..., nn.Module]
     # Called as make_optimizer(parameters, **settings).
     make_optimizer: Callable[..., Optimizer] = AdamW
@@ -129,7 +130,8 @@ class Strategy(Sharding):
         if self.wraps_optimizer:
             optimizer = self.make_optimizer(module.parameters(), fused=True)
             return self.wrap(module, optimizer), optimizer
-        options = {"compute_dtype": dtype} if self.casts and dtype.itemsize < 4 else {}
+        narrows = (self.casts or self.rounds) and dtype.itemsize < 4
+        options = {"compute_dtype": dtype} if narrows else {}
         wrapped = self.wrap(module, **options)
         # Of the wrapped module: an FSDP has put shards in place of its parameters.
         return wrapped, self.make_optimizer(wrapped.parameters(), fused=True)
@@ -142,6 +144,9 @@ _state = {"shards": OPTIMIZER_STATE}
 _ours = {"replicates": ("norms",)}
 SHARDINGS: dict[str, Strategy] = {
     "ddp": Strategy(_bucketed, sends=("all_reduce",), shards=()),
+    "ddp_rounded": Strategy(
+        partial(RoundedDDP, bucket_size_mb=25), sends=("all_reduce",), shards=(), rounds=True
+    ),
     "zero": Strategy(_bucketed, torch_zero, sends=("all_reduce", "broadcast"), **_state),
     "sharded": Strategy(_bucketed, _sharded, sends=("all_reduce", "all_gather"), **_state),
     "sharded_scatter": Strategy(ReduceScatterDDP, _sharded, wraps_optimizer=True, **_state),

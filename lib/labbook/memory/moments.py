@@ -11,8 +11,6 @@ from labbook.memory.history import (
     Owners,
     record_memory,
     stage_peaks,
-    timeline,
-    timeline_rows,
 )
 from labbook.memory.operations import storage_bytes
 from labbook.timing import MIB
@@ -35,8 +33,8 @@ def held_in_first_step(steps: Any) -> dict[str, Held]:
     return held
 
 
-def held_at_peak(steps: Any) -> tuple[Held, list[dict[str, Any]]]:
-    """Bytes held at the peak of one more step, with every allocation recorded, and its `timeline_rows`."""
+def held_at_peak(steps: Any) -> Held:
+    """Bytes held at the peak of one more step, with every allocation recorded."""
     # Gradients that are there when the step begins would count as what others hold.
     steps.model.zero_grad(set_to_none=True)
     history = record_memory(steps, "train_step", others=_others(steps.device))
@@ -44,7 +42,7 @@ def held_at_peak(steps: Any) -> tuple[Held, list[dict[str, Any]]]:
     peak = stages.loc[stages["total"].idxmax()]
     held = {category: peak[category] * MIB for category in _LASTING}
     held["rest"] = peak["total"] * MIB - sum(held.values())
-    return held, timeline_rows(timeline(history))
+    return held
 
 
 def held_now(steps: Any) -> Held:
