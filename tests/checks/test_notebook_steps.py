@@ -156,7 +156,7 @@ WRONG = {
     ],
     "44": [
         ("hides", "2 * parameters * tokens", "parameters * tokens", "a multiplication and an addition"),
-        ("hides", "received / forward_s", "parameters * element_bytes / 2 / forward_s", "of four ranks three"),
+        ("hides", "received / forward_s", "flops_per_s * element_bytes / tokens / 4", "of four ranks three"),
         ("could_begin", ", *launches[launches >= mark].head(1)", "", "the next one's launch"),
         ("computing_share", "max(0.0, min(b, end) - max(a, start))", "b - a", "below"),
         ("least_bandwidth", "for j in range(i + 1)]", "for j in range(i, i + 1)]", "a queue"),
