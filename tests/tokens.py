@@ -42,11 +42,6 @@ class Count(NamedTuple):
         """Tokens a code line."""
         return self.tokens / max(self.lines, 1)
 
-    @property
-    def comments_in_100(self) -> float:
-        """Comments in 100 code lines."""
-        return 100 * self.comments / max(self.lines, 1)
-
 
 def total(counts: list[Count]) -> Count:
     """Of many files together."""
