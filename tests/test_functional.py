@@ -19,7 +19,8 @@ seeds = st.integers(0, 2**32 - 1)
 
 def normal(shape, seed, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
-    return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return scale * numbers
 
 
 @given(shape=shapes, seed=seeds, scale=scales, data=st.data())
@@ -43,7 +44,8 @@ def test_softmax_of_16_bits_is_rounded_once(dtype):
 def test_rms_norm_survives_squares_that_float16_cannot_hold():
     x = normal((4, 64), seed=3, scale=1000).float()
     weight = torch.ones(64)
-    result = rms_norm(x.half(), weight, 1e-5)
+    halves = x.half()
+    result = rms_norm(halves, weight, 1e-5)
     expected = F.rms_norm(x, (64,))
     assert_close(result.float(), expected, rtol=2e-3, atol=2e-3)
 
@@ -53,8 +55,9 @@ def test_softmax_of_masked_and_of_huge_scores_but_not_of_integers():
     huge = torch.tensor([3e38, 0.0, -3e38])
     assert softmax(masked).tolist() == [0.5, 0.0, 0.5]
     assert softmax(huge).tolist() == [1.0, 0.0, 0.0]
+    integers = torch.arange(3)
     with pytest.raises(TypeError, match=r"torch\.int64; allowed: a floating-point dtype"):
-        softmax(torch.arange(3))  # what is between 0 and 1 would be rounded to 0
+        softmax(integers)  # what is between 0 and 1 would be rounded to 0
 
 
 def test_gradients_are_those_of_the_functions():

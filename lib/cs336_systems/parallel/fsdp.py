@@ -71,8 +71,8 @@ class FSDP(ShardedGradients):
     Raises:
         RuntimeError: there is no process group. In backward, a weight was written to since forward, or the
             pass is to be differentiated (create_graph).
-        ValueError: an argument is not allowed, there is nothing to shard or train, several devices or dtypes
-            to shard, `register_hook` on a parameter to shard, or the ranks disagree. On every rank.
+        ValueError: an argument is not allowed, there is nothing to shard or train, several dtypes to shard,
+            `register_hook` on a parameter to shard, or the ranks disagree.
     """
 
     def __init__(
@@ -186,8 +186,6 @@ class FSDP(ShardedGradients):
         if not in_backward():
             # What an earlier pass left gathered is stale after the optimizer's step.
             self._free_all()
-            if self._end_is_announced:
-                self._give_up_failed_pass()
 
     # These run for every group in every pass, and a training step in 16 bits may wait for Python.
     def _before_forward(
@@ -457,16 +455,12 @@ def _check_unchanged(what: str, then: int, now: int) -> None:
 
 def _leaf_of_cast(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
     """If autocast made a tensor, or what it is a view of, from a leaf: the leaf, and how to make it again."""
-    node = tensor.grad_fn
-    while node is not None and not hasattr(node, "variable"):
-        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
-    if node is None:
+    cast = tensor if tensor._base is None else tensor._base
+    sources = cast.grad_fn.next_functions if "ToCopy" in str(cast.grad_fn) else [(None, 0)]
+    leaf = getattr(sources[0][0], "variable", None)
+    if leaf is None:
         return tensor, None
-    leaf = node.variable
     dtype = tensor.dtype
-    cast_bytes = leaf.numel() * dtype.itemsize
-    if leaf.dtype == dtype or cast_bytes != tensor.untyped_storage().nbytes():
-        return tensor, None
     layout = (tensor.size(), tensor.stride(), tensor.storage_offset())
     return leaf, lambda leaf: leaf.to(dtype).as_strided(*layout)
 

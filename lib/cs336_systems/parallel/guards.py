@@ -1,10 +1,8 @@
 """What wrappers and the sharded optimizer refuse, in one sentence and on every rank, before it goes wrong."""
 
-import math
 from collections.abc import Iterable
 from functools import cache, partial
 from itertools import zip_longest
-from numbers import Real
 from typing import Any, NoReturn
 
 import torch
@@ -39,26 +37,21 @@ def check_ranks_agree(description: list[str]) -> None:
 
 def describe(tensor: Tensor) -> str:
     """What must be the same of a tensor on every rank."""
-    kind = f"{'lazy' if is_lazy(tensor) else tuple(tensor.shape)} {tensor.dtype}"
+    kind = f"{tuple(tensor.shape)} {tensor.dtype}"
     return kind if tensor.requires_grad else f"{kind} without gradient"
 
 
-def check_tensors(what: str, tensors: Iterable[Tensor]) -> None:
-    """Refuse (ValueError) tensors without memory (meta, or lazy before a first input), or on two devices."""
-    devices = {"meta" if is_lazy(tensor) else str(tensor.device) for tensor in tensors}
-    if "meta" in devices:
+def check_have_values(what: str, tensors: Iterable[Tensor]) -> None:
+    """Refuse (ValueError) tensors without memory: meta, or lazy before a first input."""
+    if any(is_lazy(tensor) or tensor.is_meta for tensor in tensors):
         raise ValueError(
             f"{what} has a tensor without values (meta, or lazy); allowed: with values"
-        )
-    if len(devices) > 1:
-        raise ValueError(
-            f"{what} has tensors on {' and '.join(sorted(devices))}; allowed: one device"
         )
 
 
 def check_bucket_size(bucket_size_mb: Any) -> None:
-    """Refuse (ValueError) what is not a positive number."""
-    if not (isinstance(bucket_size_mb, Real) and 0 < bucket_size_mb < math.inf):
+    """Refuse (ValueError) what is not positive, NaN too."""
+    if not bucket_size_mb > 0:
         raise ValueError(f"bucket_size_mb is {bucket_size_mb!r}; allowed: a number above 0")
 
 
@@ -81,21 +74,10 @@ def mark_state(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -
     state[prefix + "shard_of"] = torch.empty(0, *place())
 
 
-def check_state(
-    module: Any,
-    state: dict[str, Any],
-    prefix: str,
-    metadata: Any,
-    strict: bool,
-    missing: list,
-    *_: Any,
-) -> None:
+def check_state(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """A hook of `load_state_dict()`: ValueError for the shards of another rank, or of other ranks."""
     mark = state.pop(prefix + "shard_of", None)
-    if mark is None:
-        missing.append(prefix + "shard_of")
-    else:
-        check_place(list(mark.shape[1:]))
+    check_place(None if mark is None else list(mark.shape[1:]))
 
 
 def check_place(shard: Any) -> None:

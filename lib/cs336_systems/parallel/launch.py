@@ -124,7 +124,7 @@ def launch(
     Raises:
         WorkerError: a worker raised, died, or was not done in time. All workers are gone by then.
         ValueError: world_size, backend or timeout_s is not possible here.
-        TypeError: the worker is no function, or it or an argument cannot be pickled.
+        TypeError: the worker or an argument cannot be pickled.
     """
     sent = stream(worker, world_size, *args, backend=backend, timeout_s=timeout_s, **kwargs)
     while True:
@@ -147,10 +147,6 @@ def stream(
         raise ValueError(f"world_size is {world_size!r}; allowed: a whole number, 1 or more")
     if not 0 < timeout_s < threading.TIMEOUT_MAX:
         raise ValueError(f"timeout_s is {timeout_s!r}; allowed: seconds, more than 0")
-    if not callable(worker):
-        raise TypeError(
-            f"worker is {worker!r}; allowed: a function of a WorkerContext and the arguments"
-        )
     backend = choose_backend(backend, world_size)
     deadline = time.monotonic() + timeout_s
     try:

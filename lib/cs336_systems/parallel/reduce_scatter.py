@@ -49,12 +49,9 @@ class ReduceScatterDDP(ShardedGradients, BucketedDDP):
 
     def __init__(self, module: nn.Module, optimizer: ShardedOptimizer, bucket_size_mb: float = 256):
         self._optimizer = optimizer
+        # Of each trainable parameter the rank.
+        self._owners = [optimizer.owner(p) for p in module.parameters() if p.requires_grad]
         super().__init__(module, bucket_size_mb)
-
-    def _check_module(self) -> None:
-        super()._check_module()
-        # Of each trainable parameter the rank; asked here, where all ranks raise if one has none.
-        self._owners = [self._optimizer.owner(parameter) for parameter in self._trainable]
 
     def _fill(self, order: list[int]) -> list[list[int]]:
         segment_bytes = self._bucket_bytes / dist.get_world_size()

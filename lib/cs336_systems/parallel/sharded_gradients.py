@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.parallel.ddp import DataParallel
@@ -21,9 +20,7 @@ class ShardedGradients(DataParallel):
         used = self._used_here()
         # One message for both: a start costs more than its bytes.
         flags = torch.cat((used, _is_any_not_finite(shards, like=used)))
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        if self._unused:
-            self._clear_unused(flags)
+        self._all_reduce_flags(flags)
         _add_nan(shards, where=flags[-1])
         if not flags.is_cuda and flags[-1]:
             for parameter in self._trainable:

@@ -137,7 +137,7 @@ class ShardedOptimizer(Optimizer):
     def _lay_out(self, groups: list[dict[str, Any]]) -> None:
         """Move the parameters of new groups into buckets, each with an optimizer that has all groups."""
         parameters = [p for group in groups for p in group["params"]]
-        guards.check_tensors("a parameter group", parameters)
+        guards.check_have_values("a parameter group", parameters)
         if any(hasattr(p, "_is_shard") for p in parameters):
             raise ValueError("a parameter is a rank's part of a weight; allowed: whole weights")
         kind = self._make.func.__name__

@@ -1,6 +1,6 @@
 """What a training step does over ranks: for the clock and for profilers, whatever wraps the model."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -143,7 +143,10 @@ def training_drift(
     context: WorkerContext,
     runs: Iterable[tuple[Mapping[str, Any], Wrap, str]],
     config: ModelConfig,
-    **sizes: int,
+    *,
+    context_length: int,
+    batch_size: int,
+    steps: int,
 ) -> None:
     """Train as each run says, and beside it one process on the whole batch; rank 0 sends each step's rows.
 
@@ -153,45 +156,31 @@ def training_drift(
 
     Args:
         runs: columns that its rows shall have, the wrapper, and the name of one of OPTIMIZERS.
-        sizes: context_length, batch_size (of all ranks) and steps.
+        batch_size: sequences of all ranks.
     """
-    for columns, wrap, optimizer in runs:
-        for step, differences in enumerate(_drift(context, config, wrap, optimizer, **sizes), 1):
-            key = dict(columns, step_index=step)
-            rows = [{"compared": name, "max_difference": x} for name, x in differences.items()]
-            context.send([key | row for row in rows])
-
-
-def _drift(
-    context: WorkerContext,
-    config: ModelConfig,
-    wrap: Wrap,
-    optimizer: str,
-    *,
-    context_length: int,
-    batch_size: int,
-    steps: int,
-) -> Iterator[dict[str, float]]:
-    torch.manual_seed(0)
-    alone = build_model(config, context_length, device=context.device)
-    torch.manual_seed(context.rank)
-    wrapped = wrap(build_model(config, context_length, device=context.device))
-    make_optimizer = OPTIMIZERS[optimizer]
-    optimizers = [make_optimizer(model.parameters()) for model in (alone, wrapped)]
     share = batch_size // context.world_size
     mine = slice(context.rank * share, (context.rank + 1) * share)
-    for step in range(steps):
-        # The same batch on every rank.
-        generator = torch.Generator().manual_seed(step)
-        shape = (batch_size, context_length + 1)
-        tokens = torch.randint(config.vocab_size, shape, generator=generator).to(context.device)
-        for model, batch in ((alone, tokens), (wrapped, tokens[mine])):
-            model.zero_grad()
-            cross_entropy(model(batch[:, :-1]), batch[:, 1:]).backward()
-        wrapped.finish_gradient_synchronization()
-        for of_model in optimizers:
-            of_model.step()
-        yield _differences(alone, wrapped)
+    for columns, wrap, optimizer in runs:
+        torch.manual_seed(0)
+        alone = build_model(config, context_length, device=context.device)
+        torch.manual_seed(context.rank)
+        wrapped = wrap(build_model(config, context_length, device=context.device))
+        optimizers = [OPTIMIZERS[optimizer](model.parameters()) for model in (alone, wrapped)]
+        for step in range(steps):
+            # The same batch on every rank.
+            generator = torch.Generator().manual_seed(step)
+            shape = (batch_size, context_length + 1)
+            tokens = torch.randint(config.vocab_size, shape, generator=generator).to(context.device)
+            for model, batch in ((alone, tokens), (wrapped, tokens[mine])):
+                model.zero_grad()
+                cross_entropy(model(batch[:, :-1]), batch[:, 1:]).backward()
+            wrapped.finish_gradient_synchronization()
+            for of_model in optimizers:
+                of_model.step()
+            differences = _differences(alone, wrapped).items()
+            key = dict(columns, step_index=step + 1)
+            rows = [{"compared": name, "max_difference": x} for name, x in differences]
+            context.send([key | row for row in rows])
 
 
 def _differences(alone: nn.Module, wrapped: nn.Module) -> dict[str, float]:

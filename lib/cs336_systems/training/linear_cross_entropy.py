@@ -117,7 +117,7 @@ def linear_cross_entropy(
 
     Raises:
         TypeError: dtypes that differ or are not supported.
-        ValueError: shapes or devices that do not fit, chunk_tokens under 1, on a CPU a target too large.
+        ValueError: shapes or devices that do not fit, on a CPU a target too large.
     """
     device = "cpu" if hidden.is_meta else hidden.device.type  # autocast does not know meta
     dtypes = {hidden.dtype, weight.dtype}
@@ -135,8 +135,6 @@ def linear_cross_entropy(
         raise ValueError(
             f"targets are {tuple(targets.shape)} on {targets.device}; allowed: {allowed}"
         )
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens}; allowed: 1 or more")
     # On a GPU a look would wait for it; traced and fake tensors hold no numbers.
     if not targets.is_cuda and not needs_dispatcher(targets):
         outside = (targets < 0) | (targets >= len(weight))
