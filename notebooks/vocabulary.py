@@ -199,7 +199,6 @@ def _tokens(count: float) -> str:
 column("std_ms", "standard deviation (ms)")
 column("mean_ms", "mean time (ms)")
 column("p50_ms", "median time (ms)")
-column("reference_ms", "median on the reference machine (ms)")
 column("step_ms", "time of the step (ms)")
 column("no_comm_ms", "without communication (ms)")
 column("compile_s", "time to compile (s)")

@@ -1,11 +1,10 @@
 """What a measurement depends on: the cells that measure, and the measured rooms that they lead to.
 
 Found by a static walk, so it costs no run. In a notebook it begins at the statements that save rows (a call
-of `.measure`, `.save` or `save_rows`) and goes to the statements that bind the names they use, and so on; in
-a module of a measured room (`measured` in book.yaml), at all its imports, wherever they stand, and at the
-modules that its strings name. A name imported from a package, or taken as its attribute, is followed to the
-module that has it; where that cannot be told the whole package counts. Other rooms are not followed: they
-check, count or show. Of labbook there is the version of its timing. The values of parameters are not code.
+of `.measure`, `.save` or `save_rows`) and goes to the statements that bind the names they use, and so on;
+in a module of a measured room (`measured` in book.yaml), at all its imports, wherever they stand. What is
+imported from a package leads to all that its `__init__` imports. Other rooms are not followed: they check,
+count or show. Of labbook there is the version of its timing. The values of parameters are not code.
 """
 
 import ast
@@ -13,7 +12,6 @@ import dis
 import hashlib
 import json
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -47,10 +45,9 @@ def of_notebook(path: Path) -> dict[str, str]:
     rooms = project().measured
     if hashes := _behind(sources, parameters, range(len(sources)), rooms):
         return hashes | timing_version()
-    walk = _Walk(tuple(_first(room) for room in rooms))
     codes = [code for source in sources for code in statements(source)]
-    walk.follow(codes)
-    return dict(sorted(walk.files.items())) | {"its cells": _digest(codes)}
+    files = _files(codes, [_first(room) for room in rooms])
+    return dict(sorted(files.items())) | {"its cells": _digest(codes)}
 
 
 def of_cells(sources: Sequence[str], parameters: Iterable[str] = ()) -> dict[str, str]:
@@ -136,33 +133,57 @@ def _joined(values: Sequence[ast.expr]) -> list[ast.expr | str]:
 class Code:
     """A module, or a statement of a notebook.
 
-    imports: (bound name, module, name in it, or "" for the module itself); relative ones there are none.
-    chains: "a.b.c" of names with their attributes. modules: named in strings, or imported as a whole.
+    imports: dotted names of modules, or of something in one; relative ones there are none.
     looks_up: names that must be bound before. binds: names bound. changes: names whose value may change.
-    tables: of calls that save rows. exports: of a package's `__init__`: names of others, handed on.
+    tables: of calls that save rows.
     """
 
     text: str
-    imports: set[tuple[str, str, str]] = field(default_factory=set)
-    chains: set[str] = field(default_factory=set)
-    modules: set[str] = field(default_factory=set)
+    imports: set[str] = field(default_factory=set)
     looks_up: set[str] = field(default_factory=set)
     binds: set[str] = field(default_factory=set)
     changes: set[str] = field(default_factory=set)
     tables: list[str] = field(default_factory=list)
     has_functions: bool = False
-    exports: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def read(*nodes: ast.stmt) -> Code:
     """Some statements as one piece of code. Raises SyntaxError: they are no module."""
     tree = ast.Module(list(nodes), type_ignores=[])
     code = Code(normalised(tree))
-    _Names(code).visit(tree)
-    code.looks_up.update(
-        _looked_up(compile(tree, "code", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), code.binds)
-    )
+    for node in ast.walk(tree):
+        _add_names(code, node)
+    bytecode = compile(tree, "code", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    code.looks_up.update(_looked_up(bytecode, code.binds))
     return code
+
+
+def _add_names(code: Code, node: ast.AST) -> None:
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+            code.has_functions = True
+        case ast.Import(names):
+            code.imports.update(each.name for each in names)
+        case ast.ImportFrom(module, names):
+            code.imports.update(f"{module}.{each.name}" for each in names)
+        case ast.Call(ast.Name(name) | ast.Attribute(attr=name), arguments) if name in _SAVES:
+            texts = [str(each.value) for each in arguments if isinstance(each, ast.Constant)]
+            code.tables += texts[:1] or ["rows"]
+        case ast.Attribute(_, name, context) if _MUTATORS.fullmatch(name) or not _is_read(context):
+            code.changes.add(_root(node))
+        case ast.Subscript(ctx=context) if not _is_read(context):
+            code.changes.add(_root(node))
+
+
+def _is_read(context: ast.expr_context) -> bool:
+    return isinstance(context, ast.Load)
+
+
+def _root(node: ast.expr) -> str:
+    """ "a" of a.b[c].d."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _looked_up(bytecode: CodeType, bound: set[str]) -> Iterator[str]:
@@ -175,67 +196,6 @@ def _looked_up(bytecode: CodeType, bound: set[str]) -> Iterator[str]:
             yield step.argval
         elif step.opname == "STORE_NAME":
             bound.add(step.argval)
-
-
-class _Names(ast.NodeVisitor):
-    """Adds the names in a syntax tree to a piece of code."""
-
-    def __init__(self, code: Code) -> None:
-        self.code = code
-
-    def visit(self, node: ast.AST) -> None:
-        self.code.has_functions |= isinstance(node, _FUNCTIONS)
-        super().visit(node)
-
-    def visit_Name(self, node: ast.Name) -> None:
-        self.code.chains.add(node.id)
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        chain = _chain(node)
-        if not chain:
-            self.generic_visit(node)
-            return
-        self.code.chains.add(chain)
-        if _MUTATORS.fullmatch(node.attr) or not isinstance(node.ctx, ast.Load):
-            self.code.changes.add(_first(chain))
-
-    def visit_Subscript(self, node: ast.Subscript) -> None:
-        if not isinstance(node.ctx, ast.Load):
-            self.code.changes.add(_first(_chain(node.value)))
-        self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        if _chain(node.func).rpartition(".")[2] in _SAVES:
-            texts = [str(value.value) for value in node.args if isinstance(value, ast.Constant)]
-            self.code.tables += texts[:1] or ["rows"]
-        self.generic_visit(node)
-
-    def visit_Import(self, node: ast.Import) -> None:
-        for alias in node.names:
-            module = alias.name if alias.asname else _first(alias.name)
-            self.code.imports.add((alias.asname or module, module, ""))
-            self.code.modules.add(alias.name)
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        self.code.imports |= {
-            (each.asname or each.name, node.module, each.name) for each in node.names
-        }
-
-    def visit_Expr(self, node: ast.Expr) -> None:
-        if not isinstance(node.value, ast.Constant):  # docstrings name modules, too
-            self.generic_visit(node)
-
-    def visit_Constant(self, node: ast.Constant) -> None:
-        if isinstance(node.value, str):
-            self.code.modules.update(_DOTTED.findall(node.value))
-
-
-def _chain(node: ast.AST) -> str:
-    """ "a.b.c" of an attribute of a name, "a" of a name, else ""."""
-    if isinstance(node, ast.Attribute):
-        before = _chain(node.value)
-        return f"{before}.{node.attr}" if before else ""
-    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _first(chain: str) -> str:
@@ -272,70 +232,26 @@ def _path(module: str) -> Path | None:
 
 @cache
 def _module(path: Path, _: int) -> Code:
-    """A module as it is since a time. Of a package's `__init__` what it only hands on is no code of it."""
-    body = ast.parse(path.read_text(encoding="utf-8")).body
-    if path.name != "__init__.py":
-        return read(*body)
-    handed_on = [node for node in body if isinstance(node, ast.ImportFrom)]
-    code = read(*(node for node in body if node not in handed_on))
-    for bound, module, name in read(*handed_on).imports:
-        code.exports[bound] = (module, name)
-        if bound in code.looks_up:
-            code.imports.add((bound, module, name))
-    return code
+    """A module as it is since a time."""
+    return read(*ast.parse(path.read_text(encoding="utf-8")).body)
 
 
-class _Walk:
-    """Collects in `files` the hash of each file of some rooms that code leads to."""
-
-    def __init__(self, rooms: Iterable[str]) -> None:
-        self.files: dict[str, str] = {}
-        self._rooms = tuple(rooms)
-        self._packages = {_first(room) for room in rooms}
-        self._visited: set[str] = set()
-
-    def follow(self, codes: Sequence[Code]) -> None:
-        """What all of them use together."""
-        chains = defaultdict(set)
-        for chain in set().union(*(code.chains for code in codes)):
-            first, _, rest = chain.partition(".")
-            chains[first].add(rest)
-        for bound, module, name in set().union(*(code.imports for code in codes)):
-            for rest in chains[bound]:
-                self.follow_name(module, ".".join(filter(None, (name, rest))))
-        for module in set().union(*(code.modules for code in codes)):
-            package, _, rest = module.partition(".")
-            self.follow_name(package, rest)
-
-    def follow_name(self, module: str, name: str) -> None:
-        """What `module.name` is, `name` a dotted one; where it cannot be told the whole of a package."""
-        path = _path(module) if _first(module) in self._packages else None
-        if path is None:
-            return
-        if path.name != "__init__.py":
-            self._visit(module, path)
-            return
-        first, _, rest = name.partition(".")
-        code = _module(path, path.stat().st_mtime_ns)
-        if first and _path(f"{module}.{first}"):
-            self.follow_name(f"{module}.{first}", rest)
-        elif first in code.exports:
-            source, original = code.exports[first]
-            self.follow_name(source, ".".join(filter(None, (original, rest))))
-        else:
-            self._visit(module, path)
-            if first not in code.binds:
-                for child in path.parent.iterdir():
-                    self.follow_name(f"{module}.{child.stem}", "")
-
-    def _visit(self, module: str, path: Path) -> None:
-        is_measured = any(f"{module}.".startswith(f"{room}.") for room in self._rooms)
-        if module in self._visited or not is_measured:
-            return
-        self._visited.add(module)
-        code = _module(path, path.stat().st_mtime_ns)
-        self.files[str(path.relative_to(_folder(_first(module)).parent))] = _digest([code])
-        self.follow([code])
+def _files(codes: Iterable[Code], rooms: Iterable[str]) -> dict[str, str]:
+    """The hash of each file of some rooms that code leads to."""
+    files: dict[str, str] = {}
+    waiting = [name for code in codes for name in code.imports]
+    while waiting:
+        name = waiting.pop()
+        if not any(f"{name}.".startswith(f"{room}.") for room in rooms):
+            continue
+        # It is a module, or something in one.
+        path = _path(name) or _path(name.rpartition(".")[0])
+        file = str(path.relative_to(_folder(_first(name)).parent)) if path else ""
+        if file and file not in files:
+            code = _module(path, path.stat().st_mtime_ns)
+            files[file] = _digest([code])
+            waiting += code.imports
+    return files
 
 
 # Notebooks.
@@ -400,7 +316,7 @@ def _behind(
     sources: tuple[str, ...], parameters: frozenset[str], cells: range, rooms: tuple[str, ...]
 ) -> dict[str, str]:
     """What the statements that save rows in these cells depend on."""
-    walk = _Walk(rooms)
+    hashes: dict[str, str] = {}
     before: list[Code] = []
     for cell, source in enumerate(sources):
         needed: set[int] = set()
@@ -412,12 +328,10 @@ def _behind(
                 tables += code.tables
         if needed:
             codes = [before[place] for place in sorted(needed)]
-            walk.follow(codes)
             digest = _digest(codes)
-            walk.files[f"the cell that saves {', '.join(dict.fromkeys(tables))} #{digest[:6]}"] = (
-                digest
-            )
-    return dict(sorted(walk.files.items()))
+            cell_name = f"the cell that saves {', '.join(dict.fromkeys(tables))} #{digest[:6]}"
+            hashes |= _files(codes, rooms) | {cell_name: digest}
+    return dict(sorted(hashes.items()))
 
 
 def _needed(before: Sequence[Code], parameters: frozenset[str]) -> set[int]:

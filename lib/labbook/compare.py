@@ -62,5 +62,7 @@ def beside_published(
     theirs = theirs.rename(columns={value: "theirs", "gpu": "card"})
     ours = ours[keys + [value]].rename(columns={value: "ours"})
     both = theirs.merge(ours, on=keys).dropna(subset=["theirs", "ours"])
+    # A gap in a key made floats of its whole numbers.
+    both[keys] = both[keys].convert_dtypes()
     both["ratio"] = both["theirs"] / both["ours"]
     return both[keys + ["theirs", "ours", "ratio", "card"]]

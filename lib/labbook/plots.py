@@ -26,7 +26,6 @@ from labbook.style import BLUE, MUTED, PAPER, ZONE, palette
 _BAND = ["p20_ms", "p80_ms"]
 _MANY_POINTS = 40  # beyond which markers would hide their line
 _GROUP_WIDTH = 0.84  # of the distance between two groups of bars
-_BAR_WIDTH = 0.88  # of the room of a bar in its group
 _STACK_WIDTH = 0.74
 _LABEL_INCHES = 0.36  # the width of a number above a bar
 _PANEL_POINTS = 175  # height of a panel
@@ -173,28 +172,31 @@ def bars(
     """A group of bars for each x, a bar for each value of `hue`; above it its value, or why there is none."""
     require_one_row_each(frame, x, hue, facet)
     marked, colors = _with_hue(frame, hue)
+    status = frame["status"].map(STATUS_LABELS) if "status" in frame else labels.MISSING
+    marked["_text"] = frame[y].map(significant).where(frame[y].notna(), status)
     groups = ordered(frame[x], x)
     chart, panels = sheet(marked, facet)
-    width = _GROUP_WIDTH / len(colors)
-    is_narrow = width * figure.WIDTH / len(groups) / min(len(panels), 3) < _LABEL_INCHES
-    style = {"padding": 3, "size": 8.5, "rotation": 90 if is_narrow else 0}
+    bars_in_row = len(groups) * len(colors) * min(len(panels), 3)
+    is_narrow = _LABEL_INCHES * bars_in_row > _GROUP_WIDTH * figure.WIDTH
     for axes, rows in panels:
-        for slot, (value, color) in enumerate(colors.items()):
-            of_value = rows[rows["_hue"] == value]
-            middles = of_value[x].map(groups.index) + (slot - (len(colors) - 1) / 2) * width
-            boxes = axes.bar(middles, of_value[y].fillna(0), _BAR_WIDTH * width, color=color)
-            statuses = of_value.get("status", of_value["_hue"]).map(STATUS_LABELS)
-            texts = of_value[y].map(significant).where(of_value[y].notna(), statuses)
-            axes.bar_label(boxes, texts.fillna(labels.MISSING), **style)
-        name_bars(axes, [value_label(group, x).replace(" (", "\n(") for group in groups])
+        table = rows.pivot(index=x, columns="_hue", values=[y, "_text"]).reindex(groups)
+        heights = table[y].reindex(columns=list(colors)).astype(float).fillna(0)
+        _draw_groups(axes, heights, colors, _GROUP_WIDTH)
+        for boxes, value in zip(axes.containers, colors, strict=True):
+            texts = table["_text"].get(value, heights[value].map(lambda _: "")).fillna("")
+            axes.bar_label(boxes, texts, padding=3, size=8.5, rotation=90 if is_narrow else 0)
     panels[0][0].margins(y=0.2 if is_narrow else 0.1)  # room for the labels
     return Drawing(chart, _legend(colors, hue), column_label(x), column_label(y))
 
 
-def name_bars(axes: Axes, names: Sequence[str]) -> None:
-    """Name the bars at 0, 1, 2 ...; numbers beside them are plain."""
-    axes.set_xticks(range(len(names)), names)
-    axes.set_xlim(-0.55, len(names) - 0.45)
+def _draw_groups(
+    axes: Axes, heights: pd.DataFrame, colors: Mapping, width: float, **style: object
+) -> None:
+    """Bars for each line of a table, side by side, or stacked; numbers beside them are plain."""
+    names = [textwrap.fill(value_label(name, heights.index.name), 16) for name in heights.index]
+    look = {"color": colors, "edgecolor": PAPER, "lw": 0.8, "legend": False, "rot": 0}
+    heights.set_axis(names).plot.bar(ax=axes, width=width, xlabel="", **look, **style)
+    axes.grid(False, axis="x")
     axes.tick_params(axis="x", length=0)
     plain_numbers(axes.yaxis)
 
@@ -219,30 +221,22 @@ def stacked_bars(
     colors = palette(frame[part], part)
     groups = ordered(frame[x], x)
     chart, panels = sheet(frame, facet)
-    highest = 0
     for axes, rows in panels:
-        heights = rows.pivot_table(y, x, part, "sum", fill_value=0)
-        heights = heights.reindex(groups, columns=list(colors), fill_value=0)
+        heights = rows.pivot_table(y, x, part, "sum")
+        heights = heights.reindex(groups, columns=list(colors)).fillna(0)
         totals = heights.sum(axis=1)
         if share:
             heights = 100 * heights.div(totals, axis=0).fillna(0)
-        bottoms = heights.cumsum(axis=1) - heights
-        for name, color in colors.items():
-            look = {"color": color, "edgecolor": PAPER, "lw": 0.8}
-            boxes = axes.bar(range(len(groups)), heights[name], _STACK_WIDTH, bottoms[name], **look)
-            if share:
-                texts = [f"{height:.0f}" if height >= 5.5 else "" for height in heights[name]]
-                axes.bar_label(boxes, texts, label_type="center", size=8, path_effects=[_OUTLINE])
-        tops = heights.sum(axis=1)
-        for place, (total, top) in enumerate(zip(totals, tops, strict=True)):
-            style = {"textcoords": "offset points", "size": 8.5, "ha": "center"}
-            axes.annotate(quantity(total, y) if total else "", (place, top), (0, 4), **style)
-        name_bars(axes, [textwrap.fill(value_label(group, x), 16) for group in groups])
-        highest = max(highest, tops.max())
+        _draw_groups(axes, heights, colors, _STACK_WIDTH, stacked=True)
+        for boxes in axes.containers if share else ():
+            texts = [f"{box.get_height():.0f}" if box.get_height() >= 5.5 else "" for box in boxes]
+            axes.bar_label(boxes, texts, label_type="center", size=8, path_effects=[_OUTLINE])
+        texts = [quantity(total, y) if total else "" for total in totals]
+        axes.bar_label(axes.containers[-1], texts, padding=3, size=8.5)
     first = panels[0][0]
     if share:
         first.set_yticks(range(0, 101, 25), [f"{tick} %" for tick in range(0, 101, 25)])
-    first.set_ylim(0, 1.1 * highest)
+    first.margins(y=0.1)
     ylabel = "share of time" if share else column_label(y)
     return Drawing(chart, _legend(colors, part), column_label(x), ylabel)
 

@@ -43,7 +43,7 @@ def time_together(
     ]
     times_ms = first + (slowest(others, context) if others else [])
     warmup_steps = min(warmup_steps, len(times_ms) - 1)
-    return Timing(step_ms=tuple(times_ms[warmup_steps:]), warmup_ms=tuple(times_ms[:warmup_steps]))
+    return Timing(tuple(times_ms[warmup_steps:]))
 
 
 def one_step_ms(

@@ -57,11 +57,8 @@ def pivot(
     cells = {}
     for value in values:
         header = f"{column_label(value)} by {column_label(columns)}"
-        # A time of the reference beside a row has a status of its own.
-        own_status = f"{value.removesuffix('_ms')}_status"
         for place in wide[value]:
-            status = wide.get((own_status, place), wide.get(("status", place)))
-            column = _cells(wide[value, place], status, fmt)
+            column = _cells(wide[value, place], wide.get(("status", place)), fmt)
             if value == values[0] or (column != MISSING).any():
                 cells[header, place] = column
     return pd.DataFrame(cells).rename_axis(index=[column_label(name) for name in index])
@@ -130,8 +127,7 @@ def as_text(frame: pd.DataFrame) -> pd.DataFrame:
     texts = {}
     for name, cells in frame.items():
         if cells.dtype.kind == "f":
-            status = frame.get(f"{str(name).removesuffix('_ms')}_status", frame.get("status"))
-            text = _cells(cells, status)
+            text = _cells(cells, frame.get("status"))
         else:
             text = [value_label(value, name) for value in cells]
         texts[column_label(str(name))] = text

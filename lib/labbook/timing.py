@@ -32,7 +32,6 @@ class Timing:
     """Times of single steps, in milliseconds; a status other than "ok" has none and says why in `reason`."""
 
     step_ms: tuple[float, ...] = ()
-    warmup_ms: tuple[float, ...] = ()
     status: str = "ok"
     reason: str = ""
     peak_memory_mib: float | None = None
@@ -132,7 +131,7 @@ def time_steps(
 
     step: what is timed; it is passed what `prepare` returned, or nothing where there is no `prepare`.
     device: where the step runs.
-    warmup_steps: steps run and kept apart first (`Timing.warmup_ms`).
+    warmup_steps: steps run first, which do not count.
     steps: measured steps.
     prepare: run before each step, warm-up included, outside the measured time.
     synchronize: False makes the classic mistake on purpose: on a GPU the clock stops when the kernels of
@@ -158,7 +157,7 @@ def time_steps(
     if times is None:
         return Timing(status="oom", reason=reason)
     peak = torch.cuda.max_memory_allocated(device) / MIB if device.type == "cuda" else None
-    return Timing(tuple(times[warmup_steps:]), tuple(times[:warmup_steps]), peak_memory_mib=peak)
+    return Timing(tuple(times[warmup_steps:]), peak_memory_mib=peak)
 
 
 # How CUDA's allocator, its libraries, C++ and the operating system say that memory ran out.

