@@ -59,7 +59,7 @@ def entry(name: str, notebook: NotebookNode) -> Entry:
     handout, question, before, time = first_cell(notebook).values()
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     tagged = [cell for cell in code if HEADLINE in cell.metadata.get("tags", [])]
-    drawn = [cell for cell in tagged + code if _draws_committed_rows(cell.source)]
+    drawn = [cell for cell in tagged + code if draws_committed_rows(cell.source)]
     answer = _first_shown(tagged, "text/markdown")
     headline = answer and re.sub(_AROUND, "", answer.data["text/markdown"], flags=re.DOTALL)
     editions = tuple(re.findall(r"\b20\d\d\b", handout))
@@ -70,7 +70,7 @@ def entry(name: str, notebook: NotebookNode) -> Entry:
     return Entry(name, title, editions, question, numbers, minutes, headline or "", picture)
 
 
-def _draws_committed_rows(source: str) -> bool:
+def draws_committed_rows(source: str) -> bool:
     return "page.figure" in source and "here=True" not in source
 
 

@@ -1,5 +1,7 @@
 """The site: what it needs, what it refuses, and that pages, rows and links are there."""
 
+import base64
+import io
 import json
 import re
 import resource
@@ -8,6 +10,7 @@ import shutil
 import nbformat
 import pytest
 from nbformat import v4
+from PIL import Image
 
 from labbook.book import site
 from labbook.book.notebooks import BatchError
@@ -144,3 +147,24 @@ def test_pages_and_rows(folder, sphinx):
     assert "</table>" in after
     assert re.findall(r'href="(rows/.*?)"', page) == ["rows/m/two/steps.csv"]
     assert (folder / "site" / "rows/m/two/steps.csv").read_text() == "p50_ms\n1\n"
+
+
+def test_the_start_page_has_a_card_a_chapter_and_the_gallery_each_plot_of_committed_rows(
+    folder, sphinx
+):
+    name = folder / "notebooks" / "11_one.ipynb"
+    notebook = nbformat.read(name, as_version=4)
+    png = io.BytesIO()
+    Image.new("L", (40, 20)).save(png, "png")
+    data = {"image/png": base64.b64encode(png.getvalue()).decode()}
+    for title, source in (("a < b", "page.figure(f, 's')"), ("mine", "page.figure(f, here=True)")):
+        output = v4.new_output("display_data", data, metadata={"image/png": {"alt": title}})
+        notebook.cells.append(v4.new_code_cell(source, outputs=[output]))
+    notebook.cells[0].source += "\n\n*Time:* 6 minutes to read, 30 to work."
+    nbformat.write(notebook, name)
+    first = site.build(folder / "site", folder / "notebooks").read_text()
+    gallery = (folder / "site" / "gallery.html").read_text()
+    assert "0.1 hours to read, 0.5 to work" in first
+    for text in (first, gallery):
+        assert 'alt="a &lt; b" width="40" height="20"' in text
+        assert "mine" not in text
