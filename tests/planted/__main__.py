@@ -22,16 +22,6 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 600
-# The tests of a module are those named like it; of these, others.
-OTHERS = {
-    "cs336_systems/functional": ["test_functional", "test_model"],
-    "cs336_systems/accounting/flops": ["accounting/test_accounting"],
-    "cs336_systems/attention/layouts": ["attention/test_choose", "attention/test_flash"],
-    "cs336_systems/kernels/rms_norm": ["kernels/test_row_kernels"],
-    "labbook/book/execution": ["labbook/book/test_batch"],
-}
-for name in ("launcher", "triton_backward", "triton_forward"):
-    OTHERS[f"cs336_systems/attention/{name}"] = ["attention/test_kernels"]
 # Names in `ast`, each beside what may stand there instead.
 TURNED = """
     Lt GtE, LtE Gt, Gt LtE, GtE Lt, Eq NotEq, NotEq Eq, In NotIn, NotIn In, Is IsNot, IsNot Is,
@@ -79,11 +69,11 @@ def _turned(op: ast.AST) -> ast.AST | None:
     return getattr(ast, name)() if name else None
 
 
-def tests_of(module: str) -> list[str]:
+def test_of(module: str) -> str:
     """lib/cs336_systems/attention/choose.py -> tests/attention/test_choose.py."""
-    name = module.removeprefix("lib/").removesuffix(".py")
-    folder, _, file = name.removeprefix("cs336_systems/").rpartition("/")
-    return [f"tests/{test}.py" for test in OTHERS.get(name, [f"{folder}/test_{file}"])]
+    name = module.removeprefix("lib/").removeprefix("cs336_systems/")
+    folder, _, file = name.rpartition("/")
+    return f"tests/{folder}/test_{file}"
 
 
 def planted(source: str, node: ast.AST, new: str) -> str:
@@ -94,9 +84,9 @@ def planted(source: str, node: ast.AST, new: str) -> str:
     return (before + (new if isinstance(node, ast.stmt) else f"({new})").encode() + after).decode()
 
 
-def failing(copy: Path, tests: list[str]) -> str:
+def failing(copy: Path, test: str) -> str:
     """The last line of pytest if a test fails; empty if all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"] + tests
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", test]
     # Byte code would outlive a bug: it is told from its source by the second and the size.
     own = {"PYTHONPATH": str(copy / "lib"), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     options = {"cwd": copy, "env": os.environ | own, "timeout": TIMEOUT_S}
@@ -120,17 +110,19 @@ def main() -> int:
         shutil.copytree(REPOSITORY, copy, ignore=ignored, symlinks=True)
         every = sorted(str(path.relative_to(copy)) for path in copy.glob("lib/*/**/*.py"))
         for module in options.modules or every:
-            tests = tests_of(module)
-            if not all((copy / test).exists() for test in tests):
-                continue
-            if failed := failing(copy, tests):
+            test = test_of(module)
+            if not (copy / test).exists():
+                if not options.modules:
+                    continue
+                test = str(Path(test).parent)  # all of its room
+            if failed := failing(copy, test):
                 print(f"{module}: without any bug: {failed}")
                 return 1
             source = (copy / module).read_text(encoding="utf-8")
             found = list(bugs(ast.parse(source)))
             for node, new in random.Random(0).sample(found, min(options.bugs, len(found))):
                 (copy / module).write_text(planted(source, node, new), encoding="utf-8")
-                outcomes.append("caught" if failing(copy, tests) else "survived")
+                outcomes.append("caught" if failing(copy, test) else "survived")
                 old = " ".join(ast.get_source_segment(source, node).split())
                 print(f"{outcomes[-1]:9} {module}:{node.lineno}: {old} -> {new}", flush=True)
             (copy / module).write_text(source, encoding="utf-8")

@@ -18,7 +18,7 @@ from labbook.book.notebooks import BatchError
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A workbook of two notebooks, one with a plot that rows stand behind."""
+    """A workbook of two notebooks, behind which rows stand."""
     monkeypatch.setenv("LABBOOK_PROJECT", str(tmp_path))
     for name in ("notebooks", "figures/m/one", "figures/m/two"):
         (tmp_path / name).mkdir(parents=True)
