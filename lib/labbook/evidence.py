@@ -54,8 +54,8 @@ class Evidence:
         """How many of a machine's rows are of today's code, and what the others are; "" without rows."""
         counts: Counter[str] = Counter()
         for name, count in run_counts(self._slug, machine).items():
-            record = load_run(machine, name)
-            counts[reason_old(record) or "of today's code"] += count
+            reason = reason_old(load_run(machine, name))
+            counts[reason or "of today's code"] += count
         parts = [f"{count:,} {reason}" for reason, count in counts.most_common()]
         return f"rows of {machine}: {'; '.join(parts)}" if parts else ""
 
@@ -80,11 +80,12 @@ def reason_old(record: Record | None) -> str:
 def rows_of(now: Mapping[str, str], rows: pd.DataFrame, machine: str) -> pd.DataFrame:
     """The rows of a machine that all of this code measured, with this torch, on its present card."""
     # Cards of one name and another memory or socket share a folder.
-    present = torch.__version__, gpu_of(machine)
+    gpu = gpu_of(machine)
     runs = []
     for name in rows["run"].dropna().unique():
         record = load_run(machine, name)
-        is_known = bool(now) and record is not None and (record.torch, record.gpu) == present
-        if is_known and not code.changed(now, record.code):
+        if record is None or record.torch != torch.__version__ or record.gpu != gpu:
+            continue
+        if now and not code.changed(now, record.code):
             runs.append(name)
     return rows[rows["run"].isin(runs)]

@@ -179,12 +179,14 @@ def bars(
     bars_in_row = len(groups) * len(colors) * min(len(panels), 3)
     is_narrow = _LABEL_INCHES * bars_in_row > _GROUP_WIDTH * figure.WIDTH
     for axes, rows in panels:
-        table = rows.pivot(index=x, columns="_hue", values=[y, "_text"]).reindex(groups)
-        heights = table[y].reindex(columns=list(colors)).astype(float).fillna(0)
+        heights = rows.pivot(index=x, columns="_hue", values=y).astype(float)
+        heights = heights.reindex(groups, columns=list(colors)).fillna(0)
+        texts = rows.pivot(index=x, columns="_hue", values="_text")
+        texts = texts.reindex(groups, columns=list(colors)).fillna("")
         _draw_groups(axes, heights, colors, _GROUP_WIDTH)
+        style = {"padding": 3, "size": 8.5, "rotation": 90 if is_narrow else 0}
         for boxes, value in zip(axes.containers, colors, strict=True):
-            texts = table["_text"].get(value, heights[value].map(lambda _: "")).fillna("")
-            axes.bar_label(boxes, texts, padding=3, size=8.5, rotation=90 if is_narrow else 0)
+            axes.bar_label(boxes, texts[value], **style)
     panels[0][0].margins(y=0.2 if is_narrow else 0.1)  # room for the labels
     return Drawing(chart, _legend(colors, hue), column_label(x), column_label(y))
 
@@ -282,14 +284,12 @@ def spans(
         for place in range(len(lanes)):
             axes.axhspan(place - 0.4, place + 0.4, color=ZONE, lw=0, zorder=0.5)
         for (value, place, half), boxes in rows.groupby([color, "_place", "_half"]):
-            axes.broken_barh(
-                boxes[["_start", "_length"]].to_numpy(),
-                (place - 0.4 + 0.4 * half, 0.8 / len(sides)),
-                facecolor=colors[value],
-                zorder=2,
-                edgecolor=PAPER if text else colors[value],
-                lw=0.6 if half or text else 0,
-            )
+            where = boxes[["_start", "_length"]].to_numpy()
+            lower = place - 0.4 + 0.4 * half
+            edge = PAPER if text else colors[value]
+            width = 0.6 if half or text else 0
+            look = {"facecolor": colors[value], "edgecolor": edge, "lw": width, "zorder": 2}
+            axes.broken_barh(where, (lower, 0.8 / len(sides)), **look)
     chart.draw_without_rendering()  # only now it is known how much room there is
     for axes, rows in panels:
         for row in rows[rows[text].ne("")].to_dict("records") if text else ():

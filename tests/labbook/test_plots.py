@@ -119,6 +119,8 @@ def test_bars_have_their_values(rows):
     assert np.nan_to_num(heights(chart)[PLAIN]).tolist() == [1.0, 4.0, 0.0]
     assert heights(chart)[COMPILED] == [0.5, 1.0, 8.0]
     assert {"4.00", "8.00", "OOM"} <= texts(chart)
+    plain = bars(rows[rows["implementation"] == "plain"], "context_length")
+    assert np.nan_to_num(heights(plain)[PLAIN]).tolist() == [1.0, 4.0, 0.0]
 
 
 def test_stacks_add_up_ranges_to_their_whole(shares):
