@@ -67,15 +67,16 @@ class MachineCard:
         return f"{about}; measured: {measured}"
 
 
-def machine_card(device: str | torch.device = "auto") -> MachineCard:
+def machine_card(device: str | torch.device = "auto", several: bool = False) -> MachineCard:
     """The card of this machine: from `figures/<slug>/machine.json`, or measured (seconds) and written there.
 
+    several: for rows of several processes, which depend on how many GPUs there are.
     A card that tells of another GPU, torch or triton is measured anew.
     Raises RuntimeError: the device is not there. PermissionError: the figures folder cannot be written to.
     ValueError: the stored card is damaged.
     """
     device = resolve_device(device)
-    facts = _describe(device)
+    facts = _describe(device, several)
     if facts["slug"] in machines():
         card = load_card(facts["slug"])
         if all(getattr(card, name) == facts[name] for name in ("gpu", "torch", "triton")):
@@ -118,10 +119,11 @@ def versions() -> dict[str, str]:
     return names
 
 
-def machine_slug(gpu: str, cpu: str, cores: int) -> str:
+def machine_slug(gpu: str, cpu: str, cores: int, gpus: int = 1) -> str:
     """Name of a machine's folder: `a100` for "NVIDIA A100", `cpu-intel-xeon-2-cores` for two Xeon cores.
 
     Committed machines keep their names: your own H200 is `my-h200`, unless $LABBOOK_REMEASURE says "h200".
+    gpus: how many of this kind a run sees: `a100-x2`, or `a100` for one.
     """
     name = (gpu if gpu != "none" else f"{cpu} {cores} cores").lower()
     name = re.sub(r"\((r|tm|c)\)|@.*?ghz|\d+-core|\b(nvidia|geforce|cpu|processor)\b", " ", name)
@@ -130,13 +132,17 @@ def machine_slug(gpu: str, cpu: str, cores: int) -> str:
     slug = re.sub(r"[^a-z0-9]+", "-", name).strip("-")
     if gpu == "none":
         return f"cpu-{slug}"
-    is_anothers = slug in project().committed and os.environ.get("LABBOOK_REMEASURE") != slug
+    is_remeasured = os.environ.get("LABBOOK_REMEASURE") == slug
+    if gpus > 1:
+        slug += f"-x{gpus}"
+    is_anothers = slug in project().committed and not is_remeasured
     return f"my-{slug}" if is_anothers else slug
 
 
-def _describe(device: torch.device) -> dict:
+def _describe(device: torch.device, several: bool) -> dict:
     """The part of a card that is looked up; the processor's model is without a word about the host."""
     facts = {"gpu": "none", "gpu_memory_gib": None, "sm_count": None}
+    gpus = torch.cuda.device_count() if several and device.type == "cuda" else 1
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts["gpu"] = properties.name
@@ -145,7 +151,7 @@ def _describe(device: torch.device) -> dict:
     facts["cpu"] = _cpu_model()
     facts["cores"] = _core_count()
     facts["memory_gib"] = round(memory_bytes() / GIB, 1)
-    facts["slug"] = machine_slug(facts["gpu"], facts["cpu"], facts["cores"])
+    facts["slug"] = machine_slug(facts["gpu"], facts["cpu"], facts["cores"], gpus)
     return facts | versions()
 
 

@@ -34,7 +34,7 @@ class Page:
         check_parameters(slug, parameters)
         self.slug = slug
         self.device: str = parameters.get("device", "auto")
-        self.card: MachineCard = machine_card(self.device)
+        self.card: MachineCard = machine_card(self.device, slug in project().several)
         self.reference: str = parameters.get("reference") or project().reference or self.card.slug
         self.reference_card: MachineCard = load_card(self.reference)
         self.evidence = Evidence(slug, self.card.slug, parameters)

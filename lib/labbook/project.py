@@ -18,12 +18,14 @@ class Project:
 
     reference: the machine whose rows notebooks show; without one every machine is its own.
     committed: folders of `figures` that belong to the project; all others are everybody's own.
+    several: problems whose rows are of several processes: among N GPUs their machine's name ends in -xN.
     measured: modules and packages that a timed step can execute: they alone make rows old.
     """
 
     root: Path
     reference: str = ""
     committed: tuple[str, ...] = ()
+    several: tuple[str, ...] = ()
     measured: tuple[str, ...] = ()
 
     @property
@@ -65,7 +67,7 @@ def _nearest() -> Path:
 @cache
 def _declared(root: Path) -> Project:
     declared = read_yaml(root / _DECLARATION)
-    lists = {name: tuple(declared.get(name, ())) for name in ("committed", "measured")}
+    lists = {name: tuple(declared.get(name, ())) for name in ("committed", "several", "measured")}
     return Project(root, declared.get("reference", ""), **lists)
 
 

@@ -65,6 +65,16 @@ def test_slugs(gpu, cpu, cores, slug, monkeypatch):
     assert module.machine_slug(gpu, cpu, cores) == slug.removeprefix("my-")
 
 
+@pytest.mark.parametrize(("gpus", "slug"), [(1, "my-h200"), (2, "my-h200-x2"), (4, "h200-x4")])
+def test_rows_of_several_processes_are_of_a_machine_with_so_many_gpus(gpus, slug, monkeypatch):
+    """Committed are those of one card and of two."""
+    assert module.machine_slug("NVIDIA H200", "", 16, gpus) == slug
+    monkeypatch.setenv("LABBOOK_REMEASURE", "h200")
+    assert module.machine_slug("NVIDIA H200", "", 16, gpus) == slug.removeprefix("my-")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert machine_card("cpu", several=True).slug == machine_card("cpu").slug
+
+
 def test_a_card_that_is_not_there_or_damaged_is_a_clear_error(figures):
     keep(figures, H200)
     with pytest.raises(FileNotFoundError, match="h200"):
