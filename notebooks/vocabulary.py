@@ -187,7 +187,8 @@ _SIZES = [config for sizes in MODEL_SIZES.values() for config in sizes.values()]
 _SIZES.sort(key=lambda config: config.num_layers * config.d_model**2)
 family("model_size", "\n".join(config.name for config in _SIZES))
 family("model", "\n".join(config.label for config in _SIZES))
-family("", "h200 | H200\nh200-x2 | H200\nsqrt_n | every √N\nfsdp | FSDP\ntp | TP\ntp_halves | TP, two halves")
+family("", "h200 | H200\nh200-x2 | H200")
+family("", "sqrt_n | every √N\nfsdp | FSDP\ntp | TP\ntp_halves | TP, two halves")
 
 
 def _tokens(count: float) -> str:
