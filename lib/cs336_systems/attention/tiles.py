@@ -187,12 +187,6 @@ backward        ieee        128       16    16      4       1          0      0
 INTERPRETER_TILE = Tile(64, 64, 4, 1)
 
 
-# The widest heads in 16 bits that TMA loads on GPUs newer than Hopper, by the major number of the capability.
-# On 12.x (RTX 50, which has no tcgen05) the backward of heads of 128 spills 2.5 to 2.9 kB a thread by TMA,
-# with Triton 3.6 to 3.9 alike, and nothing by pointers.
-TMA_HEADS = {10: 128, 11: 128, 12: 64}
-
-
 # Where there are enough programs of short sequences of heads up to 64, "hopper_forward" has another tile, up
 # to this length, or a quarter of it if not causal. What a program does once takes as long as several tiles of
 # keys, and programs that share an SM do it while others multiply. Measured on an H200: 1,024 tokens, 256
@@ -309,11 +303,13 @@ def select_tuning(
     dot = "tf32" if precision != "ieee" else "bf16x6" if capability[0] == 9 else "tf32x3"
     # TMA loads the tiles where there is one, and where that does not cost registers: matmuls in "ieee" of
     # tiles that it loaded take up to twice the registers. And the host makes a descriptor for each tensor at
-    # every launch: of a short sequence that is time that the GPU waits.
+    # every launch: of a short sequence that is time that the GPU waits. On 12.x (RTX 50, without tcgen05) 16
+    # bits by TMA spill, with Triton 3.6 to 3.9 alike: the backward of heads of 128 2.5 to 2.9 kB a thread, of
+    # heads of 64 208 bytes (3.9). By pointers it spills nothing.
     if capability[0] == 9:
         use_tma = precision == "16bit" or (precision == "tf32" and block_d <= 128)
     else:
-        by_tma = precision == "16bit" and block_d <= TMA_HEADS.get(capability[0], 0)
+        by_tma = precision == "16bit" and block_d <= 128 and capability[0] in (10, 11)
         use_tma = by_tma or capability == INTERPRETER
     return Tuning(dtype, precision, dot, block_d, use_tma, tiles, splits, short, sm_count)
 
