@@ -22,6 +22,7 @@ family(
     sdpa_flash      | FlashAttention-2         | purple
     flex            | FlexAttention            | sky
     sdpa_cudnn      | cuDNN                    | black
+    sdpa_fa4        | FlashAttention 4
     flash_pytorch   | Flash (PyTorch)          | brown
     flash_compiled  | Flash (compiled backward)| wine
     flash_triton    | Flash (ours)             | green
@@ -37,9 +38,8 @@ family(  # a model's own code, a weighted sum, or a fused kernel
     compiled        | compiled                 | vermillion
     compiled_blocks | compiled per block       | orange
     matmul          | matmul                   | purple
-    liger           | Liger-Kernel             | wine
-    liger_cute      | Liger-Kernel, CuTe
     triton          | Triton                   | green
+    torch_chunks    | PyTorch, in chunks       | sky
     """,
 )
 family(
@@ -70,18 +70,10 @@ family(
 family(  # the leaderboard's training step
     "implementation",
     """
-    fsdp2_compiled  | FSDP2, compiled          | black
-    fsdp2_partly    | FSDP2, some checkpointed | grey
     fsdp2_selective | FSDP2, attention kept    | wine
-    fsdp_compiled   | FSDP, compiled           | purple
-    fused_kernels   | fused kernels            | sky
-    manual_backward | manual backward          | orange
-    selective       | selective recomputation  | green
-    stacked         | stacked matmuls          | blue
-    few_channels    | stacked, four channels   | yellow
-    stacked_selective | stacked and selective  | vermillion
-    offloaded       | moments on the host      | brown
-    weights_kept    | host moments, weights kept
+    fsdp2_matmuls   | FSDP2, every second matmul kept | black
+    stacked_selective | ours, memory filled    | vermillion
+    offloaded       | ours, moments on the host | brown
     """,
 )
 family(

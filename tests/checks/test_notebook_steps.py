@@ -185,12 +185,21 @@ WRONG = {
         ("gather_s", "per_host / tensor", "8 / tensor", "TP over 2 of 4"),
     ],
     "61": [
-        ("flops_per_byte", "2 * inner * width / (2 * width)", "2 * inner", "2 d n FLOPs over"),
+        ("flops_per_byte", "2 * d * width / (2 * width)", "2 * d", "2 d n FLOPs over"),
+        ("flops_per_byte", "2 * tokens * d / (2 * d)", "4 * tokens * d / (2 * d)", "half of the keys"),
         ("feed_forward_backward", " * (1 + a * (1 - s))", "", "the derivative of silu?"),
         ("feed_forward_backward", "dy.T @ (a * s * b)", "dy.T @ (a * b)", "c is silu(a) b"),
-        ("chunked_loss", '"sum") / len(hidden)', '"mean")', "the mean over all tokens"),
-        ("rms_norm_backward", " - n * (g * n).mean(-1, keepdim=True)", "", "second term"),
-        ("most_saved", "range(capacity, size - 1, -1)", "range(size, capacity + 1)", "downwards"),
+        ("feed_forward_backward", "s = torch.sigmoid(a)", "s = torch.sigmoid(n @ w1.T)", "7 are; a and b"),
+        ("chunked_loss", '"sum") / count', '"mean")', "the mean over all tokens"),
+        ("chunked_loss", "    d_weight = ", "    whole = hidden @ weight.T\n    d_weight = ", "of one chunk"),
+        (
+            "chunked_loss",
+            "        loss +=",
+            "        kept = kept + [logits] if first else [logits]\n        loss +=",
+            "earlier one",
+        ),
+        ("rms_norm_backward", " - n * mean", "", "second term"),
+        ("rms_norm_backward", " + eps)", ")", "epsilon in r"),
     ],
 }  # fmt: skip
 BANK = Path(__file__).parents[1] / "solutions"
@@ -222,7 +231,7 @@ FUNCTIONS = [
     ("11", "time_steps"), ("11", "forward_flops"), ("12", "kernels_of"), ("13", "spacing"), ("13", "replay"),
     ("15", "kept_by_block"), ("15", "peak_of_step"), ("15", "peak_of_trace"), ("15", "saved_bytes"),
     ("16", "segments"), ("16", "halves"), ("16", "peak_of"), ("16", "run"), ("37", "fill"),
-    ("61", "most_saved"), ("61", "flops_per_byte"), ("61", "feed_forward_backward"),
+    ("61", "flops_per_byte"), ("61", "feed_forward_backward"),
 ]  # fmt: skip
 OF_TENSORS = [("14", "layer_norm"), ("21", "my_softmax"), ("21", "my_attention"), ("25", "delta")]
 OF_TENSORS += [("61", "chunked_loss"), ("61", "rms_norm_backward")]

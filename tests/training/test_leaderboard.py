@@ -8,23 +8,25 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.configs import model_size
 from cs336_systems.functional import cross_entropy
 from cs336_systems.model import build_model
 from cs336_systems.parallel import SHARDINGS, launch
 from cs336_systems.training import FULL_STEPS
+from cs336_systems.training.full_steps import keep_matmuls
 from cs336_systems.training.leaderboard import (
     SETTINGS,
     Batch,
     OffloadedAdamW,
     ShardedModel,
-    allocator_retried,
+    attending,
+    attention_of,
     fill,
     first_losses,
-    keep_fewer,
     offloaded,
-    without_checkpoint,
 )
 
 CONFIG = model_size("tiny", 2026)
@@ -109,11 +111,11 @@ def plain_losses(steps=3):
         yield loss.item(), norm.item()
 
 
-# Without a compiler. The first keeps all of its last block, attention's output of the other one.
+# Without a compiler. FSDP2's keep all of the last block, and of the other what their checkpoint keeps.
 STEPS = {
-    "fsdp2": replace(FULL_STEPS["fsdp2_selective"], compiles=False),
-    "fsdp_compiled": replace(FULL_STEPS["fsdp_compiled"], compiles=False),
-    "selective": FULL_STEPS["selective"],
+    "fsdp2_selective": replace(FULL_STEPS["fsdp2_selective"], compiles=False),
+    "fsdp2_matmuls": replace(FULL_STEPS["fsdp2_matmuls"], compiles=False),
+    "stacked_selective": FULL_STEPS["stacked_selective"],
     "offloaded": FULL_STEPS["offloaded"],
 }
 
@@ -123,15 +125,14 @@ def losses_of(context):
     losses = {}
     for name, parts in STEPS.items():
         wrap = SHARDINGS[parts.sharding].wrap
-        run = ShardedModel(parts, CONFIG, BATCH, context, wrap, plain=1, attentive=1)
-        if parts.selects:
+        run = ShardedModel(parts, CONFIG, BATCH, context, wrap, whole=1)
+        if parts.keeps is None:
             run.keep({"qkv": 1, "h": 0, "ab": 2})
             assert run.net.layers[0].keep == {"ab"}
             assert run.net.layers[1].keep == {"ab", "qkv"}
         assert run.tokens.shape == run.targets.shape == (2, BATCH.context_length)
         assert bool(run.optimizer.blocks) == parts.offloads
         losses[name] = [(row["loss"], row["gradient_norm"]) for row in first_losses(run)]
-        assert not allocator_retried(run)
     return losses
 
 
@@ -165,19 +166,32 @@ def test_memory_is_filled_with_the_largest_first(room, counts):
     assert fill(room, sizes, layers=3) == dict(zip(("ab", "qkv", "h"), counts, strict=True))
 
 
-def test_blocks_without_a_checkpoint():
-    """Of 1 byte a row attention takes 3, a block 4 + 3 + 1 + 4 and, of n1, n2 and c, 4 more."""
-    kept = {"always": 4, "qkv": 3, "h": 1, "ab": 4}
-    assert without_checkpoint(0, kept, 1, 9, True) == (0, 0)
-    assert without_checkpoint(33, kept, 1, 9, False) == (3, 0)
-    assert without_checkpoint(10, kept, 1, 9, True) == (1, 3)
-    # All attention is kept: a block takes 13 more of what is left of 27.
-    assert without_checkpoint(54, kept, 1, 9, True) == (3, 9)
-    assert without_checkpoint(1000, kept, 1, 9, True) == (9, 9)
+def test_every_second_matmul_is_kept():
+    """Of four, the second and the fourth are made again in backward."""
+    made = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            made.append(operation)
+            return operation(*args, **kwargs or {})
+
+    weights = [torch.randn(3, 3, requires_grad=True) for _ in range(4)]
+
+    def block(x):
+        for weight in weights:
+            x = (x @ weight).sin()
+        return x
+
+    y = checkpoint(block, torch.randn(3, 3), use_reentrant=False, context_fn=keep_matmuls)
+    made.clear()
+    with Count():
+        y.sum().backward()
+    # Four gradients of weights, three of inputs.
+    assert made.count(torch.ops.aten.mm.default) == 7 + 2
 
 
-def test_first_blocks_are_checkpointed_then_attention_is_made_again():
-    assert keep_fewer(5, 3) == (3, 3)
-    assert keep_fewer(1, 3) == (0, 3)
-    assert keep_fewer(0, 7) == (0, 3)
-    assert keep_fewer(0, 3) == (0, 0)
+def test_on_a_cpu_pytorchs_attention_is_left_to_it():
+    assert attention_of(FULL_STEPS["fsdp2_selective"], "cpu") == "sdpa"
+    assert attention_of(FULL_STEPS["offloaded"], "cpu") == "flash_triton"
+    with attending("sdpa"):
+        pass

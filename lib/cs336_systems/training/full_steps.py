@@ -1,19 +1,41 @@
 """How the training steps of the leaderboard are put together, by name."""
 
-import os
+from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from unittest.mock import patch
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from cs336_systems.attention.implementations import OURS
-from cs336_systems.training.fused import use_fused_kernels, use_fused_loss
+from cs336_systems.training.fused import use_fused_loss
+
+aten = torch.ops.aten
+# What keeping a byte of saves the most FLOPs.
+_ATTENTIONS = ("cudnn_attention", "flash_attention", "flash_attention_for_cpu")
+_ATTENTIONS = [getattr(aten, f"_scaled_dot_product_{name}").default for name in _ATTENTIONS]
+
+
+def keep_attention() -> Any:
+    """Contexts of a checkpoint that keeps attention's output and logsumexps beside its input."""
+    return create_selective_checkpoint_contexts(_ATTENTIONS)
+
+
+def keep_matmuls() -> Any:
+    """Of one that keeps every second matmul as well, the first of them, as torchtitan's SelectiveAC."""
+    matmuls = Counter()
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keeps = operation in _ATTENTIONS
+        if operation is aten.mm.default:
+            matmuls[context.is_recompute] += 1
+            keeps = matmuls[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 @dataclass(frozen=True)
@@ -21,52 +43,30 @@ class FullStep:
     """A training step of the leaderboard.
 
     sharding: one of parallel.strategies.SHARDINGS.
-    prepare: called with the model before it is sharded; it imports Triton. attention: one of ATTENTION.
-    checkpoints: which blocks go through PyTorch's checkpointing: "all", "none", "few" (as memory allows).
-    keeps_attention: of as many as fit they keep attention's output and logsumexps beside the input.
-    compiles: blocks go through torch.compile. selects: what they keep is chosen for the memory that is left.
-    offloads: their moments are in the host's memory. max_ctas: SMs for NCCL; 0: as many as it wants.
+    prepare: called with the model before it is sharded; it imports Triton.
+    keeps: of a block that is compiled and checkpointed: the contexts of its checkpoint. None: ours, whose
+        blocks keep what `ShardedModel.keep` says.
+    compiles: such blocks go through torch.compile. offloads: their moments are in the host's memory.
     """
 
     sharding: str
     prepare: Callable[[nn.Module], object]
-    attention: str = OURS
-    checkpoints: str = "none"
-    keeps_attention: bool = False
+    keeps: Callable[[], Any] | None = None
     compiles: bool = False
-    selects: bool = False
     offloads: bool = False
-    max_ctas: int = 0
 
-    def wrap_blocks(self, model: nn.Module, plain: int = 0, attentive: int = 0) -> None:
-        """Compile and checkpoint blocks in place; the last `plain` keep all, `attentive` others attention."""
-        checkpointed = len(model.layers) - plain if self.checkpoints != "none" else 0
+    def wrap_blocks(self, model: nn.Module, whole: int = 0) -> None:
+        """Checkpoint and compile blocks in place; the last `whole` keep all, without a checkpoint."""
+        if self.keeps is None:
+            return
+        checkpointed = len(model.layers) - whole
         for n, block in enumerate(model.layers):
-            attends_once = n >= checkpointed - attentive
-            wrapper = _attentive if attends_once else checkpoint_wrapper
-            if n >= checkpointed:
-                model.layers[n] = self._compiled(block)
-            elif self.sharding == "fsdp2":
-                # FSDP2's hooks are outside of both, so the checkpoint is compiled with the block.
-                model.layers[n] = self._compiled(wrapper(block))
-            else:
-                # Our FSDP's hooks are the block's: inside of the checkpoint, they gather again.
-                model.layers[n] = wrapper(self._compiled(block))
-
-    def _compiled(self, module: nn.Module) -> nn.Module:
-        return torch.compile(module, dynamic=False) if self.compiles else module
-
-    def surroundings(self) -> AbstractContextManager:
-        """In which its processes are started."""
-        variables = {"NCCL_MAX_CTAS": str(self.max_ctas)} if self.max_ctas else {}
-        return patch.dict(os.environ, variables)
-
-
-# All that an attentive block keeps beside its input, as a byte of it takes the most FLOPs to make again.
-_ATTENTIONS = ("cudnn_attention", "flash_attention", "flash_attention_for_cpu")
-_KEPT = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in _ATTENTIONS]
-_keep_attention = partial(create_selective_checkpoint_contexts, _KEPT)
-_attentive = partial(checkpoint_wrapper, context_fn=_keep_attention)
+            # FSDP2's hooks are outside of both, so the checkpoint is compiled with the block.
+            if n < checkpointed:
+                block = checkpoint_wrapper(block, context_fn=self.keeps)
+            if self.compiles:
+                block = torch.compile(block, dynamic=False)
+            model.layers[n] = block
 
 
 def _use_blocks(model: nn.Module) -> None:
@@ -76,17 +76,11 @@ def _use_blocks(model: nn.Module) -> None:
     use_fused_blocks(model)
 
 
+_fsdp2 = partial(FullStep, "fsdp2", use_fused_loss, compiles=True)
+_ours = partial(FullStep, "fsdp_block", _use_blocks)
 FULL_STEPS: dict[str, FullStep] = {
-    "fsdp2_compiled": FullStep("fsdp2", use_fused_loss, "sdpa_cudnn", "all", compiles=True),
-    "fsdp2_partly": FullStep("fsdp2", use_fused_loss, "sdpa_cudnn", "few", compiles=True),
-    "fsdp2_selective": FullStep("fsdp2", use_fused_loss, "sdpa_cudnn", "few", True, compiles=True),
-    "fsdp_compiled": FullStep("fsdp_block", use_fused_loss, "sdpa_cudnn", "all", compiles=True),
-    "fused_kernels": FullStep("fsdp_block", use_fused_kernels, checkpoints="all"),
-    "manual_backward": FullStep("fsdp_block", _use_blocks),
-    "selective": FullStep("fsdp_block", _use_blocks, selects=True),
-    "stacked": FullStep("fsdp_block", _use_blocks),
-    "stacked_selective": FullStep("fsdp_block", _use_blocks, selects=True),
-    "offloaded": FullStep("fsdp_block", _use_blocks, selects=True, offloads=True),
-    "weights_kept": FullStep("fsdp_kept", _use_blocks, selects=True, offloads=True),
-    "few_channels": FullStep("fsdp_block", _use_blocks, max_ctas=4),
+    "fsdp2_selective": _fsdp2(keep_attention),
+    "fsdp2_matmuls": _fsdp2(keep_matmuls),
+    "stacked_selective": _ours(),
+    "offloaded": _ours(offloads=True),
 }

@@ -8,16 +8,19 @@
 Who shards is handed in, as `parallel` is built on this room and not the other way round.
 """
 
+import importlib.util
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import attention
 from torch.optim import AdamW
 
-from cs336_systems.attention.implementations import ATTENTION
+from cs336_systems.attention.implementations import OURS, sdpa_backend
 from cs336_systems.configs import ModelConfig
 from cs336_systems.dtypes import torch_dtype
 from cs336_systems.model import build_model
@@ -123,7 +126,7 @@ class ShardedModel:
     Args:
         parts: one of FULL_STEPS.
         wrap: shards a model, called as wrap(model, dtype to compute in, or None for float32).
-        plain, attentive: see `FullStep.wrap_blocks`.
+        whole: see `FullStep.wrap_blocks`.
     """
 
     def __init__(
@@ -133,20 +136,18 @@ class ShardedModel:
         batch: Batch,
         context: Rank,
         wrap: Callable[[nn.Module, torch.dtype | None], nn.Module],
-        plain: int = 0,
-        attentive: int = 0,
+        whole: int = 0,
     ):
         torch.manual_seed(0)
         self.world_size = context.world_size
         self.device = context.device
-        # Which of PyTorch's kernels attends is chosen around the steps, by sdpa_backend.
-        pytorchs = ATTENTION[parts.attention].sdpa_backend
-        attention = "sdpa" if pytorchs else parts.attention
+        # Which of PyTorch's kernels attends is chosen around the steps, by `attending`.
+        attends = OURS if parts.keeps is None else "sdpa"
         self.net = build_model(
-            config, batch.context_length, attention_implementation=attention, device=self.device
+            config, batch.context_length, attention_implementation=attends, device=self.device
         )
         parts.prepare(self.net)
-        parts.wrap_blocks(self.net, plain, attentive)
+        parts.wrap_blocks(self.net, whole)
         dtype = torch_dtype(batch.dtype)
         self.model = wrap(self.net, None if dtype == torch.float32 else dtype)
         away = offloaded(self.net) if parts.offloads else []
@@ -222,45 +223,28 @@ def fill(room: float, sizes: Mapping[str, int], layers: int) -> dict[str, int]:
     return counts
 
 
-def allocator_retried(run: ShardedModel, steps: int = 2) -> bool:
-    """Whether in more steps the allocator of a rank had to empty its cache before it found memory."""
-    if run.device.type != "cuda":
-        return False
-    before = torch.cuda.memory_stats(run.device)["num_alloc_retries"]
-    for _ in range(steps):
-        run.train_step()
-    retries = torch.cuda.memory_stats(run.device)["num_alloc_retries"] - before
-    most = torch.tensor(retries, device=run.device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return most.item() > 0
+def attention_of(parts: FullStep, device_type: str) -> str:
+    """Ours, or what FSDP2 attends by: FlashAttention 4 where it is installed and runs, else cuDNN's."""
+    if parts.keeps is None:
+        return OURS
+    if device_type != "cuda":
+        return "sdpa"
+    has_fa4 = (
+        hasattr(attention, "activate_flash_attention_impl")
+        and torch.cuda.get_device_capability()[0] in (9, 10)
+        and importlib.util.find_spec("flash_attn")
+        and importlib.util.find_spec("flash_attn.cute")
+    )
+    return "sdpa_fa4" if has_fa4 else "sdpa_cudnn"
 
 
-def keep_fewer(plain: int, attentive: int) -> tuple[int, int]:
-    """For a step that has too little memory: two more blocks checkpointed, or four fewer keep attention."""
-    if plain:
-        return max(0, plain - 2), attentive
-    return 0, max(0, attentive - 4)
-
-
-def without_checkpoint(
-    room: float,
-    kept: Mapping[str, int],
-    row_bytes: int,
-    layers: int,
-    keeps_attention: bool,
-) -> tuple[int, int]:
-    """How many of FSDP2's blocks need no checkpoint in `room` bytes, and how many others keep attention.
-
-    kept: `fused_block.kept_bytes`. row_bytes: of a tensor as wide as the model.
-    """
-    if room <= 0:
-        return 0, 0
-    attention = kept["always"] - row_bytes
-    attentive = min(layers, int(room // attention)) if keeps_attention else 0
-    room -= attentive * attention
-    # PyTorch keeps n1, n2 and c beside what ours may keep.
-    block = sum(kept.values()) + 2 * row_bytes + kept["ab"] // 2
-    if attentive == layers:
-        block -= attention
-    # The last block takes nothing more: backward would make its activations at once.
-    return min(layers, 1 + int(room // block)), attentive
+@contextmanager
+def attending(name: str) -> Iterator[None]:
+    """Let PyTorch's attention be this one, of `attention_of`."""
+    if name == "sdpa_fa4":
+        attention.activate_flash_attention_impl("FA4")
+        name = "sdpa_flash"
+    with sdpa_backend(name):
+        yield
+    if name == "sdpa_flash":
+        attention.restore_flash_attention_impl()
