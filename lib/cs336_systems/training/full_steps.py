@@ -30,6 +30,7 @@ def keep_matmuls() -> Any:
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keeps = operation in _ATTENTIONS
+        # Backward runs the block again: there the count begins anew, so that the same ones are found.
         if operation is aten.mm.default:
             matmuls[context.is_recompute] += 1
             keeps = matmuls[context.is_recompute] % 2 == 1

@@ -242,6 +242,7 @@ def attention_of(parts: FullStep, device_type: str) -> str:
 def attending(name: str) -> Iterator[None]:
     """Let PyTorch's attention be this one, of `attention_of`."""
     if name == "sdpa_fa4":
+        # Behind the backend of FlashAttention 2, whose kernels it replaces.
         attention.activate_flash_attention_impl("FA4")
         name = "sdpa_flash"
     with sdpa_backend(name):
