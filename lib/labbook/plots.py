@@ -187,7 +187,7 @@ def bars(
         style = {"padding": 3, "size": 8.5, "rotation": 90 if is_narrow else 0}
         for boxes, value in zip(axes.containers, colors, strict=True):
             axes.bar_label(boxes, texts[value], **style)
-    panels[0][0].margins(y=0.2 if is_narrow else 0.1)  # room for the labels
+        axes.margins(y=0.2 if is_narrow else 0.1)  # room for the labels
     return Drawing(chart, _legend(colors, hue), column_label(x), column_label(y))
 
 
@@ -235,10 +235,10 @@ def stacked_bars(
             axes.bar_label(boxes, texts, label_type="center", size=8, path_effects=[_OUTLINE])
         texts = [quantity(total, y) if total else "" for total in totals]
         axes.bar_label(axes.containers[-1], texts, padding=3, size=8.5)
+        axes.margins(y=0.1)
     first = panels[0][0]
     if share:
         first.set_yticks(range(0, 101, 25), [f"{tick} %" for tick in range(0, 101, 25)])
-    first.margins(y=0.1)
     ylabel = "share of time" if share else column_label(y)
     return Drawing(chart, _legend(colors, part), column_label(x), ylabel)
 
