@@ -87,15 +87,6 @@ def test_flops_are_those_of_torchs_counter(config, batch_size, context_length):
     flops = accounting.forward_flops(config, batch_size, context_length)
     assert forward.get_total_flops() == flops
     assert backward.get_total_flops() == 2 * flops
-    parts = accounting.flops_breakdown(config, batch_size, context_length)
-    counts = {name: sum(ops.values()) for name, ops in forward.get_flop_counts().items()}
-    for part, end in (
-        ("lm_head", ".lm_head"),
-        ("feed_forward", ".ffn"),
-        ("attention_projections", "_proj"),
-    ):
-        ended = [n for name, n in counts.items() if name.endswith(end)]
-        assert parts[part] == sum(ended)
 
 
 @settings(max_examples=20)
@@ -123,7 +114,6 @@ def measured_peak(config, batch_size, context_length, pass_, dtype, **how) -> in
 @pytest.mark.parametrize(
     ("size", "batch_size", "context_length", "vocab_size"),
     [
-        ("small", 4, 16, 10_000),
         ("small", 4, 256, 10_000),
         ("small", 400, 16, 100),
         ("xl", 4, 512, 10_000),
@@ -206,12 +196,10 @@ def test_fused_attention_counts_the_scores_not_masked(is_causal):
     assert flops == 4 * 64 * scores
 
 
-ON_GPU = [(pass_, dtype, "none") for pass_ in PASSES for dtype in ("float32", "bfloat16")]
-ON_GPU += [("forward_backward", "float32", name) for name in ("every 1", "every 2", "recursive")]
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize(("pass_", "dtype", "name"), ON_GPU)
+@over_dtypes
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("name", ["none", "recursive"])
 def test_peak_bytes_are_what_the_allocator_saw(pass_, dtype, name):
     config = model_size("small")
     policy = checkpointing.policy(name)

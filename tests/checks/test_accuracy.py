@@ -43,22 +43,14 @@ def with_a_scaled_gradient(x, w):
             lambda x, w: PLAIN["rms_norm"](x, w.detach()),
             "dweight of rms_norm .* is missing",
         ),
-        ("rms_norm", lambda x, w: PLAIN["rms_norm"](x, w) * torch.nan, "output .* is off by nan"),
-        ("rotary", lambda x, cos, sin: PLAIN["rotary"](x, cos, -sin), "output of rotary"),
         ("swiglu", lambda a, b: PLAIN["swiglu"](b, a), "output of swiglu"),
         ("swiglu", lambda a, b: PLAIN["swiglu"](a, b).bfloat16(), "bfloat16; wanted: .*float32"),
-        (
-            "linear_cross_entropy",
-            lambda h, w, t: PLAIN["linear_cross_entropy"](h, w, t % 37),
-            "output",
-        ),
         ("sum", with_a_scaled_gradient, "^dw of x .* is off by"),
         (
             "sum",
             lambda x, w: PLAIN["sum"](x, w)[..., None],
             r"output of x \(64, 128\) is \(64, 1\)",
         ),
-        ("sum", lambda x, w: PLAIN["sum"](x[..., :-1], w[:-1]), "output of x .* is off by"),
         (
             "sum",
             with_backward(PLAIN["sum"], reads=as_contiguous),

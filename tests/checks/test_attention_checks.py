@@ -10,7 +10,7 @@ import torch
 from solutions import as_contiguous, with_backward, written
 
 from cs336_systems.attention import FlashAttentionPyTorch
-from cs336_systems.attention.plain import causal_mask, plain_attention
+from cs336_systems.attention.plain import plain_attention
 from cs336_systems.checks import BASIC, AttentionCase, check_attention, step
 
 
@@ -19,23 +19,11 @@ def mixed_batch(q, k, v, is_causal):
     return plain_attention(q, k[:1].expand_as(k), v[:1].expand_as(v), is_causal)
 
 
-def without_a_maximum(q, k, v, is_causal):
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    p = scores.exp()
-    if is_causal:
-        p = p * causal_mask(*p.shape[-2:], device=p.device)
-    return p / p.sum(-1, keepdim=True) @ v
-
-
 def in_tf32(q, k, v, is_causal):
     """With the ten bits of mantissa that TF32 keeps."""
     rounded = [x.view(torch.int32) & ~0x1FFF for x in (q, k, v)]
     q, k, v = (x.view(torch.float32) for x in rounded)
     return plain_attention(q, k, v, is_causal)
-
-
-def in_float16(q, k, v, is_causal):
-    return plain_attention(q.half(), k.half(), v.half(), is_causal).float()
 
 
 def without_strides(q, k, v, is_causal):
@@ -65,18 +53,12 @@ def test_accepts_what_is_right(right):
     assert (table.ratio <= 2).all()
 
 
-def test_a_name_has_to_be_in_the_registry():
-    with pytest.raises(ValueError, match=r"'flash'.*flash_pytorch"):
-        check_attention("flash")
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         (mixed_batch, "O of case 'full'.*batch and queries flattened together"),
         (lambda q, k, v, c: plain_attention(q, k, v, False), "O of case 'causal'"),
-        (without_a_maximum, "O of case 'large scores'.*not finite"),
-        (in_float16, "case 'full'.*allowed"),
+        (lambda *qkvc: plain_attention(*qkvc) / 0, "O of case 'full'.*not finite"),
         (lambda q, k, v, c: plain_attention(q, k.detach(), v, c), "dK of case 'full' is missing"),
         (lambda *qkvc: plain_attention(*qkvc).mT, r"is \(3, 64, 128\), .*; wanted: \(3, 128, 64\)"),
         (without_strides, "O of .* by their strides"),

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from cs336_systems.checks import bounds, step
+from cs336_systems.checks import step
 
 
 @triton.jit
@@ -28,13 +28,6 @@ def by_block_pointers(x_ptr, y_ptr, n, seen, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def by_nan_padding(x_ptr, y_ptr, n, seen, BLOCK: tl.constexpr):
-    x = tl.make_block_ptr(x_ptr, (seen,), (1,), (0,), (BLOCK,), (0,))
-    loaded = tl.load(x, boundary_check=(0,), padding_option="nan")
-    tl.atomic_add(y_ptr + tl.arange(0, BLOCK), loaded, mask=tl.arange(0, BLOCK) < n)
-
-
-@triton.jit
 def by_descriptors(x_ptr, y_ptr, n, seen, BLOCK: tl.constexpr):
     x = tl.make_tensor_descriptor(x_ptr, shape=[1, seen], strides=[seen, 1], block_shape=[1, BLOCK])
     y = tl.make_tensor_descriptor(y_ptr, [1, n], [n, 1], [1, BLOCK])
@@ -43,7 +36,7 @@ def by_descriptors(x_ptr, y_ptr, n, seen, BLOCK: tl.constexpr):
 
 FORMS = [by_pointers, by_descriptors]
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):  # which removed tl.make_block_ptr
-    FORMS += [by_block_pointers, by_nan_padding]
+    FORMS.append(by_block_pointers)
 
 
 @pytest.mark.parametrize("kernel", FORMS)
@@ -67,22 +60,15 @@ def by_table(table_ptr, y_ptr):
     tl.store(y_ptr + at, tl.load(x_ptr + at))
 
 
-@pytest.mark.parametrize("broken", [None, "_extents", "_outside"])
-def test_what_cannot_be_watched_is_not_judged(broken, monkeypatch, capsys):
-    """A table of addresses; or the watcher fails."""
+def test_what_cannot_be_watched_is_not_judged(capsys):
+    """A table of addresses."""
     x = torch.randn(4)
     y = torch.zeros(4)
-    if broken:
-        monkeypatch.setattr(bounds, broken, lambda *_: 1 / 0)
     with step("copy") as check:
-        if broken:
-            by_pointers[1,](x, y, 4, 4, BLOCK=8)
-        else:
-            by_table[1,](torch.tensor([x.data_ptr()]), y)
+        by_table[1,](torch.tensor([x.data_ptr()]), y)
         check.close("a copy", y, x)
-    kernel = "by_pointers" if broken else "by_table"
     assert check.passed
-    assert f"· {kernel}: not watched" in capsys.readouterr().out
+    assert "· by_table: not watched" in capsys.readouterr().out
 
 
 def test_another_interpreter_is_not_watched(monkeypatch, capsys):
@@ -100,11 +86,6 @@ def without_end(x_ptr):
 
 
 @triton.jit
-def that_exits(x_ptr):
-    raise SystemExit(tl.load(x_ptr))
-
-
-@triton.jit
 def to_come(x_ptr):
     raise NotImplementedError()
 
@@ -113,7 +94,6 @@ def to_come(x_ptr):
     ("kernel", "passed", "mistake"),
     [
         (without_end, False, "✗ not done within 0.5 s; does a loop never end?"),
-        (that_exits, False, "✗ SystemExit was raised"),
         (to_come, None, "kernel: not yet"),
     ],
 )

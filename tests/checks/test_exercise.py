@@ -2,8 +2,6 @@
 
 import contextlib
 import re
-import signal
-import sys
 import time
 
 import pytest
@@ -48,11 +46,6 @@ def test_every_property_is_shown_and_one_that_fails_fails_the_step(capsys):
     assert shown(capsys)[-1] == "sum: right"
 
 
-class Unprintable(Exception):
-    def __str__(self):
-        raise ValueError
-
-
 def catches_everything(check):
     while True:
         with contextlib.suppress(Exception):
@@ -81,16 +74,11 @@ def overwrites(check):
         ),
         # What would end the notebook's kernel:
         (raises(SystemExit(1)), "SystemExit"),
-        (raises(KeyboardInterrupt()), "KeyboardInterrupt"),
-        (raises(GeneratorExit()), "GeneratorExit"),
-        (raises(Unprintable()), "Unprintable"),
         (lambda check: time.sleep(5), "0.3 s"),
         (catches_everything, "0.3 s"),
         # What is no tensor that was wanted:
         (gives(None), "nothing is returned"),
-        (gives([1.0, 2.0]), "list is returned"),
         (gives(torch.ones(3)), r"\(3,\), torch.float32; wanted: \(2,\), torch.float32"),
-        (gives(torch.ones(2).half()), "torch.float16"),
         (gives(torch.ones(2, device="meta")), "on meta"),
         (gives(torch.tensor([1.0, torch.nan])), "NaN or infinities; masked?"),
         (gives(torch.tensor([1.0, 3.0])), "the sum: masked?"),
@@ -115,27 +103,9 @@ def test_what_is_not_written_is_not_yet(error, capsys):
     assert shown(capsys) == ["sum: not yet"]
 
 
-def test_a_user_can_interrupt(capsys):
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # in the background it is ignored
+def test_a_user_can_interrupt():
     with pytest.raises(KeyboardInterrupt):
-        run(lambda check: signal.raise_signal(signal.SIGINT))
-    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
-
-
-def test_long_output_is_cut_and_the_verdict_is_not(capsys):
-    def body(check):
-        for n in range(600_000):
-            print("line", n)
-        print("line", file=sys.stderr)
-        check("of one block", True)
-
-    run(body)
-    printed = capsys.readouterr()
-    assert len(printed.out) < 30_000
-    assert printed.out.endswith("✓ of one block\nsum: right\n")
-    assert printed.err == "line\n"
+        run(raises(KeyboardInterrupt()))
 
 
 @pytest.mark.parametrize("error", [NotImplementedError(), AssertionError("off by 2")])

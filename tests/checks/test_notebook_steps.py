@@ -24,17 +24,13 @@ from labbook.project import project
 WRONG = {
     "11": [
         ("forward_flops", "6 * tokens", "4 * tokens", "SwiGLU has three matrices"),
-        ("forward_flops", "d * size.d_ff", "d * (3 * d)", "SwiGLU has three matrices"),
         ("forward_flops", " * context_length * d\n", " * d\n", "the square of T"),
         ("run_pass", "    net.zero_grad()\n", "", "pile up"),
-        ("run_pass", "    if pass_ == ", "    net.zero_grad()\n    if pass_ == ", "gradients"),
         ("run_pass", "with torch.no_grad():", "if True:", "under torch.no_grad"),
-        ("run_pass", "    loss = ", "    net(tokens)\n    loss = ", "once, and for inference"),
         ("run_pass", "    return loss\n", "    return loss.item()\n", "`.item()` waits"),
         ("run_pass", '"train_step"', '"forward_backward"', "in train_step alone"),
         ("launch_ms", "(1 - places / kernels) * gpu_ms", "gpu_ms", "all but 1,024"),
         ("time_steps", "times[warmup_steps:]", "times", "uncounted"),
-        ("time_steps", "        wait()\n        times", "        times", "is the step over"),
         (
             "time_steps",
             "        start = time.perf_counter()\n        step()\n",
@@ -44,10 +40,8 @@ WRONG = {
     ],
     "12": [
         ("passes_over_scores", '"sum": 1', '"sum": 2', "each of them once"),
-        ("attention_in_ranges", 'annotate("softmax")', 'annotate("weights")', "0 ranges of that name"),
         ("attention_in_ranges", "    with nvtx", "    v = v / 1\n    with nvtx", "div in no range"),
         ("nsys_command", "cuda,nvtx", "cuda", "without, no ranges"),
-        ("nsys_command", "={report}", "=step", "with `report`"),
         ("nsys_command", '"--capture-range=cudaProfilerApi", ', "", "warm-up is in it"),
         ("kernels_of", "launch_ns.between", "start_ns.between", "launched before"),
     ],
@@ -57,7 +51,6 @@ WRONG = {
     ],
     "14": [
         ("mixed_step", "    loss.backward()", "        loss.backward()", "end the `with` before it"),
-        ("running_mean", "zeros_like(x[..., :1])", "zeros_like(x[..., :1]).float()", "wanted: (2, 1)"),
         (
             "running_mean",
             "+= x[..., place : place + 1]\n    return total / x.shape[-1]",
@@ -70,7 +63,6 @@ WRONG = {
         ("kept_by_block", "2 * B * H * T**2", "B * H * T**2", "exponentials, weights"),
         ("peak_of_step", "return max(", "return min(", "which of the two is larger"),
         ("snapshot_of", 'stacks="python"', "context=None", "who made an allocation"),
-        ("snapshot_of", "    finally:\n", "    except MemoryError:\n", "put it under `finally`"),
         ("peak_of_trace", '"free_requested"', '"free_completed": -1, "free_requested"', "counts once"),
         ("saved_bytes", "(*module.parameters(), *module.buffers())", "module.buffers()", "no activation"),
     ],
@@ -78,9 +70,7 @@ WRONG = {
         ("segments", "(0, len(blocks), k)", "(0, len(blocks) - k + 1, k)", "no block is lost"),
         ("halves", "len(blocks) <= 1", "len(blocks) <= 2", "alone in a tuple"),
         ("peak_of", "in_front += b if segment else i + b", "in_front += i + b", "holds its input"),
-        ("segments", "return tuple(", "return list(", "a segment, too"),
         ("run", "x = part(x)", "x = x + part(x)", "what the last one made"),
-        ("run", "checkpoint.checkpoint(run, part, x, ", "checkpoint.checkpoint(run, part[:1], x, ", "made"),
     ],
     "21": [
         ("my_softmax", "scores.detach().amax(-1, keepdim=True)", "0", "maximum"),
@@ -89,25 +79,18 @@ WRONG = {
     ],
     "22": [
         ("my_fused_bytes", "(1 + 2 + 1)", "(1 + 3 + 1)", "goes 5 times"),
-        ("my_compile_seconds", "times[0] - ", "", "first less the median"),
         ("my_compile_seconds", "sorted(times[1:])[steady_calls // 2]", "sum(times[1:]) / 5", "0.40 s"),
-        ("my_compile_seconds", "1 + steady_calls", "6", "use steady_calls"),
     ],
     "23": [
-        ("row_sums_kernel", "total += tl", "total = tl", "tiles added up"),
         ("row_sums_kernel", "(rows[:, None] < n_rows) & ", "", "row_sums_kernel loads"),
         ("row_sums_backward", "dw, mask=columns < n_columns", "dw", "row_sums_backward stores"),
-        ("row_sums_backward", "tl.sum(dy[:, None] * x, 0)", "tl.sum(x, 0)", "dw of x"),
     ],
     "24": [
         ("next_state", "correction * total", "total", "total, too"),
-        ("attend_tile", "range(0, end, keys)", "[0]", "many tiles"),
         ("attend_tile", "first + n_queries", "2**30", "tile's last row"),
-        ("tile_product", "b.T", "b", "turned around"),
         ("tile_product", "(columns[:, None] < n) & ", "", "product_kernel loads"),
         ("visit_keys", "s = tl.where(visible, s, -float(\"inf\"))", "pass", "is a hidden score -inf"),
         ("is_visible", ">= keys", "> keys", "sees itself"),
-        ("attend", "/ total[:, None]", "", "agrees with attention"),
         ("attend", "tl.max(rows, 0) + 1", "n_keys", "tile's last row"),
         ("attend", "0.6931471805599453", "1.0", "logsumexp"),
     ],
@@ -116,19 +99,15 @@ WRONG = {
         ("attention_backward", "q32 @ k32.mT * scale", "torch.bmm(q32, k32.mT) * scale", "3D tensor"),
         ("tile_gradients", "dp - delta[:, None]", "dp", "delta"),
         ("sum_over_keys", "ds.to(k.dtype)", "ds", "must be same dtype"),
-        ("sum_over_keys", "tl.max(rows, 0) + 1", "n_keys", "tile's last row"),
-        ("sum_over_queries", "tl.min(keys, 0)", "tl.max(keys, 0)", "causal"),
         ("sum_over_queries", "tl.min(keys, 0)", "0", "see none of its keys"),
     ],
     "26": [
         ("cold_times", "            x.grad = None", "            pass", "in every repetition"),
-        ("cold_times", "if repetition >= warmup", "if True", "warm-up is not counted"),
         ("host_bound", "[::-1].cummax()[::-1]", "", "what is shorter"),
         ("rows_and_registers", 'min(queries, keys) if kernel == "dkdv" else queries', "queries", "or a key"),
     ],
     "27": [
         ("visit_keys", "masked = tile * ROWS // KEYS * KEYS", "masked = 0", "where does `masked` end"),
-        ("visit_keys", "tile * ROWS // KEYS * KEYS", "(tile + 1) * ROWS // KEYS * KEYS", "wholly below"),
         ("faults_found", '"E": "mixed batches"', '"E": "stale mask"', "three sequences"),
     ],
     "42": [
@@ -141,9 +120,7 @@ WRONG = {
     "43": [
         ("rows_of", "return torch.cat([mine, padding])", "return mine", "padded, and in the weight"),
         ("ShardedModule", "rows[: len(weight.whole)]", "rows[::2]", "put the shards together in the order"),
-        ("ShardedModule", "rows[: len(weight.whole)]", "rows", "without padding"),
         ("ForwardFSDP", "wanted[0].work.wait()", "pass", "may be on its way"),
-        ("ShortFSDP", "weight.whole.grad / dist.get_world_size()", "weight.whole.grad", "is the sum over"),
         ("ShortFSDP", "len(self.reductions) > left:", "self.reductions and left == 0:", "at once"),
         ("MyFSDP", "place : place + 3", "place : place + 4", "allowed: two layers ahead"),
         (
@@ -163,14 +140,11 @@ WRONG = {
     ],
     "55": [
         ("slice_of", 'dim=1 if name == "w2" else 0', "dim=0", "w2 keeps columns"),
-        ("slice_of", "[rank]", "[-1 - rank]", "lie in a row"),
         ("Sum", "return grad, None", "return 2 * grad, None", "Sum, backward: this rank's own"),
-        ("Sum", "(total, group=group)", "(total)", "use the group"),
         ("SumGradient", "return x.view_as(x)", "return 2 * x", "SumGradient, forward: this rank's own"),
         ("TensorParallelSwiGLU", "x = SumGradient.apply(x, self.group)", "pass", "this rank's slice"),
         ("sequence_bytes", '"backward": 3', '"backward": 2', "half as much again"),
         ("GatherLinear", "scattered(grad @ weight, ctx.group)", "2 * (grad @ weight)[:len(x)]", "not sliced"),
-        ("GatherLinear", "whole = gathered(x, ctx.group)", "whole = x", "gather again"),
         (
             "GatherLinear",
             "return gathered(x, group) @",
@@ -182,7 +156,6 @@ WRONG = {
         ("largest_in_sequence", "left.subs(X, x)", "left", "is Y what X leaves"),
         ("best_split", "(N / X - 1) / b", "(N / X - 1) / a", "is X sqrt(a)"),
         ("gather_s", "per_host / tensor", "per_host", "whose cards carry a slice"),
-        ("gather_s", "per_host / tensor", "8 / tensor", "TP over 2 of 4"),
     ],
     "61": [
         ("flops_per_byte", "2 * d * width / (2 * width)", "2 * d", "2 d n FLOPs over"),
@@ -224,12 +197,8 @@ def test_a_wrong_answer_is_named(number, name, piece, instead, message):
     assert "not right" in printed
 
 
-FUNCTIONS = [
-    ("11", "time_steps"), ("11", "forward_flops"), ("12", "kernels_of"), ("13", "spacing"), ("13", "replay"),
-    ("15", "kept_by_block"), ("15", "peak_of_step"), ("15", "peak_of_trace"), ("15", "saved_bytes"),
-    ("16", "segments"), ("16", "halves"), ("16", "peak_of"), ("16", "run"), ("37", "fill"),
-    ("61", "flops_per_byte"), ("61", "feed_forward_backward"),
-]  # fmt: skip
+FUNCTIONS = [("11", "time_steps"), ("12", "kernels_of"), ("13", "replay"), ("15", "saved_bytes")]
+FUNCTIONS += [("16", "run"), ("37", "fill"), ("61", "feed_forward_backward")]
 OF_TENSORS = [("14", "layer_norm"), ("21", "my_softmax"), ("21", "my_attention"), ("25", "delta")]
 OF_TENSORS += [("61", "chunked_loss"), ("61", "rms_norm_backward")]
 

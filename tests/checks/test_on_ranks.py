@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 from solutions import written
 
-from cs336_systems import checks, parallel
+from cs336_systems import checks
 from cs336_systems.checks import ddp_checks
 from cs336_systems.checks.on_ranks import try_properties
 from cs336_systems.parallel import launch
@@ -34,10 +34,8 @@ DDP = {
     "rank 1: after wrapping, 'shift' .* Broadcast every": ("dist.broadcast(tensor.data, src=0)", "pass"),
     "rank 1: .* 'shift' ": (", *module.buffers()", ""),
     "'first.weight' has changed before": ("all_reduce(parameter.grad", "all_reduce(parameter.data.div_(4)"),
-    "rank 0, 1: backward waits for each message. .* async_op=True":
+    "rank 0, 1: backward waits for 4 of 4 messages.* async_op=True":
         (f"self.handles.append({SEND})", "dist.all_reduce(parameter.grad)"),
-    "rank 0, 1: backward waits for 4 of 4 messages.* not in a hook":
-        (f"self.handles.append({SEND})", f"{SEND}.wait()"),
     "rank 0, 1: backward waits for 3 of 4":
         (DIVIDE, lines(DIVIDE, "if self.handles: self.handles[-1].wait()")),
     "rank 0, 1: all messages leave with the last":
@@ -48,8 +46,6 @@ DDP = {
          "self.handles += [dist.all_reduce(p.grad, async_op=True) for p in self.held]", "self.held.clear()")),
     "rank 0, 1: no message was seen":
         (f"self.handles.append({SEND})", "dist.group.WORLD.allreduce([parameter.grad]).wait()"),
-    "'first.weight' is still this rank's own. Average it":
-        (DIVIDE, "pass", "all_reduce(parameter.grad", "all_reduce(parameter.grad.clone()"),
     "'rarely.weight' is still this rank's own":
         (DIVIDE, lines("if parameter is self.module.rarely.weight: return", DIVIDE)),
     "frozen parameter 'frozen.weight'": (START, lines(START, "module.requires_grad_()")),
@@ -77,20 +73,15 @@ OPTIMIZER = {
     "param_groups hold 4 parameters of 8":
         ("self.owners |= owners", lines("self.owners |= owners", "group['params'] = mine['params']")),
     "param_groups have no 'lr'": (SUPER, lines(SUPER, "self.param_groups[0].pop('lr')")),
-    "parameter 0 .* the settings were AdamW's defaults":
-        ("([mine], **self.settings)", "(mine['params'])") + NO_UPDATE,
     "rank 0, 1: parameter 0 .* as before the step.* src=owner":
         ("src=owner", "src=(owner + 1) % self.world_size"),
     "8 of 8 broadcasts may still be under way": ("handle.wait()", "pass"),
-    "updated twice": (STEP, lines(STEP, STEP)),
-    "parameter 0 .* states on 2 ranks.* the one inside what it owns":
+    "the ranks keep 17408 bytes of states, one optimizer 8704. .* what it owns":
         ("if owners[p] == self.rank]", "]", BROADCASTS, "[]"),
     "rank 0 keeps 94% of the states. Assign by bytes":
         ("parameter: -parameter.nbytes", "_: 0", "load.index(min(load))", "len(owners) % world_size"),
     "without a gradient was given one": (STEP, lines(*FILL, STEP)),
-    "without a gradient was changed": (STEP, lines(*FILL, STEP, "for p in without: p.grad = None\n")),
     "called the closure 0 times": ("closure() if", "None if"),
-    "called the closure 2 times": ("closure() if", "closure() and closure() if"),
     "under no_grad": ("with torch.enable_grad():", "with torch.no_grad():"),
     "returned None": ("return loss", "return None"),
     r"after zero_grad\(\) 4 of 8 gradients":
@@ -100,12 +91,11 @@ OPTIMIZER = {
     "changes of settings .* as schedulers make them, parameter 0 ": NO_UPDATE,
     "changes of settings .* parameter 1 .* into all groups":
         ("in zip(self.param_groups,", "in zip(self.param_groups[:1],", ", strict=True", ""),
-    "changes of settings .* parameter 1 .* Copy all settings": ('if name != "params"', 'if name == "lr"'),
     "after add_param_group, parameter 4 .* as before .* inside its part":
         (JOINS, lines("mine['params'] = [] if self.inside.state else mine['params']", f"    {JOINS}")),
     "after add_param_group, parameter 0 .* keep the first group's states":
         (JOINS, lines(JOINS, "    self.inside.state.clear()")),
-    "parameter 4 .* states on 2 ranks": ("if owners[p] ==", "if self.inside or owners[p] =="),
+    "the ranks keep 13056 bytes": ("if owners[p] ==", "if self.inside or owners[p] =="),
     "parameter 0 .* not what one optimizer alone makes of it": (BROADCASTS, lines("[]", ROUNDED)),
 }  # fmt: skip
 GATHER = "weight.work = all_gather(weight.all_rows, weight.sent, async_op=True)"
@@ -127,11 +117,8 @@ FSDP = {
     "^$": (),
     "`.mod": ("self.module = module\n", "self.module = torch.nn.Sequential(module)\n"),
     "'embedding.weight' is not that of rank 0. Broadcast": ("dist.broadcast(parameter.data, src=0)", "pass"),
-    "it has no 'embedding.weight', but w": (" return full\n", " return {'w': full['norm.weight']}\n"),
+    "it has no 'embedding.weight'": (" return full\n", " return {'w': full['norm.weight']}\n"),
     "'up.weight' is not that of rank 0.* without padding": ("rows[: len(weight.whole)]", "rows"),
-    "with 61 rows a step fails, .* Pad":
-        ("gradient.new_zeros(weight.all_rows.shape)", "gradient",
-         "all_rows[: len(gradient)] = gradient", "pass"),
     "all-gather of 'up' is waited for before 'embedding' computes":
         (ARRIVED, "[weight.work.wait() for weight in wanted]"),
     "all-gather of 'down' is waited for before 'head' computes":
@@ -147,14 +134,11 @@ FSDP = {
         (GRADIENT, lines("shard, weight.shard.data = weight.shard.data, torch.zeros_like(weight.whole)",
          "    weight.shard.grad = torch.zeros_like(weight.shard)", "    weight.shard.data = shard")),
     "'embedding.weight' is averaged twice": (MEAN, f"{MEAN} ** 2"),
-    "'norm.weight' is still this rank's own": ("dist.all_reduce(parameter.grad)", "pass", DIVIDE, "pass"),
     r"\d+ of \d+ reduce-scatter.* may still be under way": ("            work.wait()", "            pass"),
     "whole gradient of 'head' went through all_reduce":
         ("work = reduce_scatter(mine, all_rows, async_op=True)",
          "work, mine = dist.all_reduce(all_rows, async_op=True), all_rows.chunk(2)[dist.get_rank()]"),
     "with the weights from before the optimizer's step. Gather": ("weight.free()", "pass"),
-    "with 'embedding.weight' from before the optimizer's step":
-        (FREE_IN_BACKWARD, lines("weight.whole.grad = None", "len(weight.whole) == 24 or weight.free()")),
     r"after forward the whole .*resize_\(0\)":
         (lines("weight.layer.weight = weight.shard", "weight.free()"), "weight.layer.weight = weight.shard"),
     "after backward the whole .* still have memory: wide":
@@ -163,7 +147,7 @@ FSDP = {
     "all-gather of 'up' starts only when its layer begins": ("place : place + 3", "place : place + 1"),
     "all-gather of 'embedding' is waited for where it starts":
         (GATHER, lines("all_gather(weight.all_rows, weight.sent)", "weight.work = True"), ARRIVED, "pass"),
-    "in backward 'embedding' is gathered only when": ("max(place - 2, 0) : place", "place : place"),
+    "in backward 'wide' is gathered only when": ("max(place - 2, 0) : place", "place : place"),
     "'embedding' is gathered in torch.float32. Cast":
         (ARRIVED, lines(ARRIVED, "wanted[0].all_rows.copy_(wanted[0].arrived)"),
          "self.work = None", "self.work = self.arrived = None",
@@ -175,8 +159,6 @@ FSDP = {
          "rows = weight.shard.new_empty"),
     "the shard of 'embedding.weight' is torch.bfloat16":
         ("dist.get_rank(), ranks)", "dist.get_rank(), ranks).to(compute_dtype or full.dtype)"),
-    # Last: what they leave in their process looks like casts that live on.
-    "casts of shards live on": ("wanted[0].sent = None", "pass"),
     "dtype torch.bfloat16 and its shard torch.float32":
         (GRADIENT, "weight.shard.grad_dtype = None; weight.shard.grad = mine.to(weight.all_rows.dtype)"),
 }  # fmt: skip
@@ -184,7 +166,6 @@ SUM = "return Sum.apply(hidden @ self.w2.T, self.group)"
 TENSOR = {
     "^$": (),
     "output is only this rank's term. All-reduce": (SUM, "return hidden @ self.w2.T"),
-    "output is the mean": (SUM, f"{SUM} / 2"),
     "gradient of w1 is 2 times too large":
         ("return grad, None", "torch.distributed.all_reduce(grad := grad.clone()); return grad, None"),
     "gradient of w1 is missing":
@@ -192,7 +173,6 @@ TENSOR = {
     r"w2 is \(3, 10\), not \(6, 5\). Cut it into columns": ('dim=1 if name == "w2" else 0', "dim=0"),
     "rank 1: w3 is not the slice": ("name, rank, ranks)\n", "name, rank * (name != 'w3'), ranks)\n"),
     "group of this rank alone, w1 is .* Use the group": ("self.group = group", "self.group = group = None"),
-    "rank alone, the output is not that of the whole": ("self.group = group", "self.group = None"),
     "rank alone, the gradient of the input is not": ("ctx.group = group", "ctx.group = None"),
     "`.w1` is no nn.Parameter": ("torch.nn.Parameter(piece.clone())", "piece.clone()"),
 }  # fmt: skip
@@ -241,7 +221,6 @@ def test_each_mistake_is_named(group, sentence):
     ("changes", "timeout_s", "named"),
     [
         ((FINISH, lines("raise KeyError('oh')", FINISH)), 60, "raised KeyError: 'oh'"),
-        (("return self.module(", "self.module("), 60, "return"),
         ((FINISH, lines("while True: pass", FINISH)), 4, "not done within 4 s"),
         ((FINISH, lines("raise SystemExit", FINISH)), 60, "SystemExit"),
     ],
@@ -279,11 +258,3 @@ def test_what_cannot_be_watched_is_not_judged(capsys):
     first, *_, verdict = capsys.readouterr().out.splitlines()
     assert re.match("· .* not watched", first)
     assert verdict == "MyFSDP: 1 cases right on 2 ranks"
-
-
-def test_what_a_class_raises_is_told():
-    sentence = "did not get through: .* d_ff is 5; allowed: a multiple of 2"
-    with pytest.raises(AssertionError, match=sentence):
-        checks.check_tensor_parallel(
-            lambda full, _: parallel.TensorParallelSwiGLU(type(full)(4, 5))
-        )

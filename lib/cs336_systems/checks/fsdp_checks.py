@@ -3,9 +3,8 @@
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -59,14 +58,13 @@ def check_fsdp(wrap: Wrap, *, only: Sequence[str] = (), thorough: bool = False) 
         check_choice("property", group, GROUPS)
         yield from GROUPS[group](wrap)
     if thorough:
+        follow = partial(shared.follow, wrap, optimizers=["SGD"], weights=_whole)
         how = "odd numbers of rows, tied, frozen and unused weights"
-        unused = {"options": lambda *_: {"rarely": False}}
-        yield from shared.follow(wrap, how, ["SGD"], weights=_whole, **unused)
-        several = {"optimizers": ["SGD"], "make": _Layers, "weights": _whole, "passes": 3}
+        yield from follow(how, options=lambda *_: {"rarely": False})
         how = "three backward passes before finish_gradient_synchronization()"
-        yield from shared.follow(wrap, how, **several)
+        yield from follow(how, make=_Layers, passes=3)
         how = "two backward passes under no_sync(), then one that communicates"
-        yield from shared.follow(wrap, how, silent=2, **several)
+        yield from follow(how, make=_Layers, passes=3, silent=2)
         yield from shared.unusual(wrap)
 
 
@@ -153,22 +151,16 @@ def _forward(wrap: Wrap) -> Findings:
     wrapped = wrap(_Layers(seed=0), compute_dtype=_LOW)
     with torch.no_grad(), observed() as sent:
         wrapped(tokens)
-    for mistake in _sent_in_another_dtype(sent):
-        yield f"{_IN_LOW}, {mistake}"
-    yield Property(f"{_IN_LOW}, weights are cast before they are gathered")
-
-
-def _sent_in_another_dtype(messages: Sequence[Message]) -> Iterator[str]:
-    for message in messages:
+    for message in sent:
         layer = _gathered(message)
         if layer and message.dtype != _LOW:
             yield f"{layer!r} is gathered in {message.dtype}. Cast the shard before it is sent."
+    yield Property(f"{_IN_LOW}, weights are cast before they are gathered")
 
 
 def _backward(wrap: Wrap) -> Findings:
     hint = " Does each rank get the rows of its shard, and does backward compute with the whole weights?"
     yield from shared.gradients(wrap, hint, _Layers, _whole)
-    yield from _uneven_step(wrap)
     yield from shared.gradients(wrap, hint, _uneven, _whole)
     yield Property(
         "every .grad has its parameter's shape and dtype, and is the mean over the ranks"
@@ -188,54 +180,26 @@ def _backward(wrap: Wrap) -> Findings:
     yield from shared.follow(wrap, how, make=_Layers, weights=_whole)
 
 
-def _uneven_step(wrap: Wrap) -> Iterator[str]:
-    """What a step with rows that the ranks cannot share equally raises."""
-    wrapped = wrap(_uneven(0))
-    raised = ""
-    with observed() as sent:
-        try:
-            one_step(wrapped)
-        except (RuntimeError, ValueError) as error:
-            said = str(error).rpartition("] ")[2]
-            raised = f"{type(error).__name__}: {said.strip():.90}."
-            for message in sent:
-                message.waited_for = True  # it may never have left
-    if raised:
-        yield f"with 61 rows a step fails, {raised} Pad what is sent with zeros, to equal shares."
-
-
 def _stale(wrap: Wrap, dtype: torch.dtype | None = None) -> Iterator[str]:
-    """Which weights from before an optimizer's step forward computes with, as far as its outputs tell."""
+    """Whether forward computes with the weights from before an optimizer's step."""
     wrapped = wrap(_Layers(seed=0), compute_dtype=dtype)
     tokens = tokens_of(dist.get_rank(), 0)
-    older = {name: x for name, x in _whole(wrapped).items() if x.numel() in _LAYER_OF}
+    older = _whole(wrapped)
     one_step(wrapped)
     torch.optim.SGD(wrapped.parameters(), lr=1.0).step()
-    now = _whole(wrapped)
-    candidates = {"": now, "the weights": now | older}
-    # In 16 bits rounding hides a single one.
-    if dtype is None:
-        candidates |= {repr(name): now | {name: tensor} for name, tensor in older.items()}
     with torch.no_grad():
         outputs = wrapped(tokens)
-        distances = {
-            name: (functional_call(_Layers(0), weights, tokens) - outputs).norm()
-            for name, weights in candidates.items()
-        }
-    nearest = min(distances, key=distances.get)
-    if nearest:
-        yield f"forward computes with {nearest} from before the optimizer's step. Gather anew."
+        new, old = (
+            (functional_call(_Layers(0), weights, tokens) - outputs).norm()
+            for weights in (_whole(wrapped), older)
+        )
+    if old < new:
+        yield "forward computes with the weights from before the optimizer's step. Gather anew."
 
 
-def _left(find: Callable[[], set], allowed: int = 0) -> set:
-    """What is found after at most a second, in which cycles and Gloo's threads may free some."""
-    until = time.monotonic() + 1
-    left = find()
-    while len(left) > allowed and time.monotonic() < until:
-        gc.collect()
-        time.sleep(0.01)
-        left = find()
-    return left
+def _has_memory(reference: StorageWeakRef) -> bool:
+    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return storage is not None and storage.nbytes() > 0
 
 
 def _memory(wrap: Wrap) -> Findings:
@@ -249,15 +213,14 @@ def _memory(wrap: Wrap) -> Findings:
     mend = "Autograd keeps them: free by untyped_storage().resize_(0), gather into the same tensor again."
 
     def whole(kind: str, allowed: int = 0) -> list[str]:
-        def alive() -> set[str]:
-            layers = set()
-            for layer, reference in seen[kind]:
-                storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-                if storage is not None and storage.nbytes():
-                    layers.add(layer)
-            return layers
-
-        return sorted(_left(alive, allowed))
+        """The layers; cycles and Gloo's threads may free some within a second."""
+        until = time.monotonic() + 1
+        while True:
+            alive = sorted({layer for layer, storage in seen[kind] if _has_memory(storage)})
+            if len(alive) <= allowed or time.monotonic() > until:
+                return alive
+            gc.collect()
+            time.sleep(0.01)
 
     def note(name: str, numel: int, storage: StorageWeakRef) -> None:
         for kind in seen:
@@ -282,10 +245,9 @@ def _memory(wrap: Wrap) -> Findings:
                 mistakes.append(f"after forward {still} {', '.join(kept)}. {mend}")
             loss.backward()
             wrapped.finish_gradient_synchronization()
-            kept = whole("gather")
+            kept = ", ".join(whole("gather"))
             if kept:
-                layers = ", ".join(kept)
-                mistakes.append(f"after backward {still} {layers}. Free each with its gradient.")
+                mistakes.append(f"after backward {still} {kept}. Free each with its gradient.")
     yield from mistakes
     weights, gradients = most.values()
     if weights > _WEIGHTS:
@@ -300,105 +262,87 @@ def _memory(wrap: Wrap) -> Findings:
 def _prefetch(wrap: Wrap) -> Findings:
     name = "the all-gathers are under way before they are needed, at most two layers ahead"
     wrapped = wrap(_Layers(seed=0))
-    events = list[str]()
-    # Gathered for a layer that has not been reached yet in this pass, and those of them waited for too early.
-    ahead = dict[str, Message]()
-    early = dict[str, str]()
+    mistakes: list[str] = []
+    # Of a pass: the layers that it has reached, and by layer how many they were when its all-gather started.
+    reached: list[str] = []
+    begun: dict[str, int] = {}
+    # Gathered for a layer that has not been reached yet.
+    ahead: dict[str, Message] = {}
 
     def on_message(message: Message) -> None:
         layer = _gathered(message)
         if layer:
-            events.append(f"{'gather' if message.is_async else 'wait'} {layer}")
+            begun.setdefault(layer, len(reached))
             ahead[layer] = message
+            if not message.is_async:
+                start = "where it starts. Start it with async_op=True"
+                mistakes.append(f"the all-gather of {layer!r} is waited for {start}.")
 
-    def on_enter(layer: str, *_: Any) -> None:
-        events.append(f"enter {layer}")
-
-    def on_reached(layer: str, *_: Any) -> None:
-        """Called behind the wrapper's own hook, when the layer is about to compute."""
+    def before_computing(layer: str, *_: Any) -> None:
+        """Called behind the wrapper's own hook."""
         ahead.pop(layer, None)
         for other, message in ahead.items():
             if message.waits:
-                early.setdefault(other, layer)
+                early = f"the all-gather of {other!r} is waited for before {layer!r} computes"
+                mistakes.append(
+                    f"{early}, hidden by nothing. Before it, wait for its own gather alone."
+                )
 
-    def on_back(layer: str) -> None:
-        events.append(f"back {layer}")
-        on_reached(layer)
+    def on_gradient(layer: str, _: Tensor) -> None:
+        reached.append(layer)
+        before_computing(layer)
 
     def on_result(layer: str, module: nn.Module, inputs: Any, result: Tensor) -> None:
-        result.register_hook(lambda _: on_back(layer))
+        result.register_hook(partial(on_gradient, layer))
 
     for layer in LAYERS:
         module = getattr(wrapped.module, layer)
-        module.register_forward_pre_hook(partial(on_enter, layer), prepend=True)
-        module.register_forward_pre_hook(partial(on_reached, layer))
+        enter = partial(lambda layer, *_: reached.append(layer), layer)
+        module.register_forward_pre_hook(enter, prepend=True)
+        module.register_forward_pre_hook(partial(before_computing, layer))
         module.register_forward_hook(partial(on_result, layer))
     for step in range(2):
-        for noted in (events, ahead, early):
+        for noted in (reached, begun, ahead, mistakes):
             noted.clear()
         wrapped.zero_grad()
         with observed(on_message):
-            one_step(wrapped, step)
-    if not any(event.startswith(("gather", "wait")) for event in events):
+            loss = loss_of(wrapped, dist.get_rank(), step)
+            in_forward = begun.copy()
+            reached.clear()
+            begun.clear()
+            loss.backward()
+            wrapped.finish_gradient_synchronization()
+    if not in_forward and not begun:
         reason = "not watched (its gathers are no all-gathers of torch.distributed)"
         yield Property(name, None, reason)
         return
-    for other, layer in early.items():
-        own = f"Before {layer!r} computes, wait for its own gather alone."
-        yield f"the all-gather of {other!r} is waited for before {layer!r} computes, hidden by nothing. {own}"
-    turn = next(i for i, event in enumerate(events) if event.startswith("back"))
-    before = events[:turn]
-    after = events[turn:]
+    yield from mistakes
     for number, layer in enumerate(LAYERS):
-        if f"wait {layer}" in events:
-            yield f"the all-gather of {layer!r} is waited for where it starts. Start it with async_op=True."
-        if f"gather {layer}" not in before:
-            yield f"forward does not gather {layer!r}; the weight that it computes with may be stale."
-        start = before.index(f"gather {layer}")
         gather = f"the all-gather of {layer!r}"
-        if number > 0 and start > before.index(f"enter {layer}"):
+        if layer not in in_forward:
+            yield f"forward does not gather {layer!r}; the weight that it computes with may be stale."
+        elif 0 < number < in_forward[layer]:
             yield f"{gather} starts only when its layer begins. Start it earlier, in forward's order."
-        if number > 2 and start < before.index(f"enter {LAYERS[number - 2]}"):
+        elif number > 2 and in_forward[layer] < number - 1:
             yield f"{gather} starts before the layer three before it is done; allowed: two layers ahead."
-    for layer, following in pairwise(LAYERS[:-1]):
-        reached = after.index(f"back {following}")
-        if f"gather {layer}" in after[reached:]:
+    # Backward begins with the last two. When it has reached the layer behind, the gather is late.
+    for number, layer in enumerate(reversed(LAYERS)):
+        if number > 1 and begun.get(layer, 0) >= number:
             yield f"in backward {layer!r} is gathered only when it is reached. Start it earlier, in reverse."
     yield Property(name)
 
 
 def _precision(wrap: Wrap) -> Findings:
-    for mistake in _imprecise(wrap):
-        yield mistake and f"{_IN_LOW}, {mistake}"
-    yield Property(f"{_IN_LOW}, weights travel in it; shards, gradients and updates stay float32")
-
-
-def _imprecise(wrap: Wrap) -> Iterator[str]:
     wrapped = wrap(_Layers(seed=0), compute_dtype=_LOW)
     computed = []
     wrapped.module.register_forward_hook(lambda _, inputs, output: computed.append(output.dtype))
-    with observed() as messages:
-        one_step(wrapped)
-    shards = dict(wrapped.module.named_parameters())
+    one_step(wrapped)
     yield from shared.wrong_kinds(wrapped)
     if computed and computed[0] != _LOW:
         yield f"the layers compute in {computed[0]}. Gather into a tensor of compute_dtype."
-    yield from _sent_in_another_dtype(messages)
-    for name, shard in shards.items():
+    for name, shard in wrapped.module.named_parameters():
         if shard.dtype != torch.float32:
             yield f"the shard of {name!r} is {shard.dtype}, not float32."
-    shapes = {x.shape for x in shards.values()}
-    gradients = {id(x.grad) for x in shards.values()}
-
-    def casts() -> set[int]:
-        low = (x for x in gc.get_objects() if type(x) is Tensor and x.dtype == _LOW)
-        shard_like = [x for x in low if x.shape in shapes]
-        # No slices of a whole weight.
-        casts = {id(x) for x in shard_like if x.untyped_storage().nbytes() == x.nbytes}
-        return casts - gradients
-
-    if _left(casts):
-        yield "casts of shards live on. When a gather has arrived, drop what was sent for it."
     yield ""  # SGD would raise
     before = _whole(wrapped)
     torch.optim.SGD(wrapped.parameters(), lr=1e-3).step()
@@ -406,8 +350,15 @@ def _imprecise(wrap: Wrap) -> Iterator[str]:
         if x.numel() in _LAYER_OF and (x.equal(before[name]) or x.equal(x.to(_LOW).float())):
             yield f"{name!r} loses small updates: keep it in float32, cast a copy to gather."
     yield from _stale(wrap, _LOW)
+    yield Property(f"{_IN_LOW}, weights travel in it; shards, gradients and updates stay float32")
 
 
 # In the order in which an FSDP is written.
-GROUPS = {"shards": _shards, "forward": _forward, "backward": _backward, "memory": _memory}
-GROUPS |= {"prefetch": _prefetch, "precision": _precision}
+GROUPS = {
+    "shards": _shards,
+    "forward": _forward,
+    "backward": _backward,
+    "memory": _memory,
+    "prefetch": _prefetch,
+    "precision": _precision,
+}

@@ -1,7 +1,6 @@
 """Properties of a sharded optimizer, with error messages for its author."""
 
 from collections.abc import Callable, Iterator
-from operator import mul
 from typing import Any
 
 import torch
@@ -14,15 +13,6 @@ from cs336_systems.checks.on_ranks import Findings, checker, from_all, unlike
 _SETTINGS = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1}
 # They alternate: assigned in turn, all large ones would fall to one rank.
 _SHAPES = ((16, 16), (16,))
-# Usual mistakes of a first step, as settings of AdamW and a number of steps.
-_AS_IF = {
-    "as before the step: updated by its owner alone, if at all. Broadcast it, with src=owner.": (
-        {},
-        0,
-    ),
-    "as if the settings were AdamW's defaults. Hand **kwargs to optimizer_cls.": ({"lr": 1e-3}, 1),
-    "as if it had been updated twice. Let one rank update it, once.": (_SETTINGS, 2),
-}
 Make = Callable[..., Optimizer]
 
 
@@ -108,7 +98,7 @@ def _updates_all(make: Make) -> Findings:
     wrong = {
         "was given one": x.grad is not None,
         "was changed": not torch.equal(x, pair.alone[2]),
-        "has states": pair.has_states()[2],
+        "has states": any(optimizer.state.get(x) for optimizer in pair.inside),
     }
     for what, is_wrong in wrong.items():
         if is_wrong:
@@ -198,54 +188,30 @@ class _Pair:
         return [" ".join(filter(None, (when, mistake, mend))) for mistake in self.mistakes()]
 
     def mistakes(self) -> Iterator[str]:
-        """Which parameters are not, bit for bit, what one optimizer makes of them, and the usual reasons."""
+        """Which parameters are not, bit for bit, what one optimizer makes of them."""
         tensors = zip(self.names, self.sharded, self.alone, self.before, strict=True)
         for name, sharded, alone, before in tensors:
-            diagnoses = {}
-            for reason, (settings, steps) in _AS_IF.items():
-                alike = nn.Parameter(before.clone())
-                alike.grad = alone.grad
-                optimizer = AdamW([alike], **settings)
-                for _ in range(steps):
-                    optimizer.step()
-                diagnoses[reason] = alike
+            as_before = "as before the step: updated by its owner alone, if at all."
+            as_before += " Broadcast it, with src=owner."
             otherwise = "not what one optimizer alone makes of it."
-            yield from unlike(name, sharded, alone, diagnoses, otherwise, torch.equal)
-
-    def has_states(self) -> list[bool]:
-        """Of each parameter, on this rank."""
-        return [any(optimizer.state.get(x) for optimizer in self.inside) for x in self.sharded]
+            yield from unlike(name, sharded, alone, {as_before: before}, otherwise, torch.equal)
 
     def sharing_mistakes(self) -> Iterator[str]:
-        kept = from_all(self.has_states())
-        if not any(map(any, kept)):
-            # Kept of the optimizer's own tensors: of slices, say, of all parameters laid end to end.
-            yield from _unshared(
-                from_all(_state_bytes(self.inside)), _state_bytes([self.optimizer])
-            )
-            return
-        for name, keeps in zip(self.names, zip(*kept, strict=True), strict=True):
-            if sum(keeps) != 1:
-                yield f"{name} has states on {sum(keeps)} ranks. Give the one inside what it owns."
-        sizes = [x.nbytes for x in self.sharded]
-        shares = [sum(map(mul, sizes, keeps)) for keeps in kept]
-        largest = max(shares)
-        if largest > sum(sizes) / len(shares) + max(sizes):
-            share = largest / sum(sizes)
-            rank = shares.index(largest)
-            yield f"rank {rank} keeps {share:.0%} of the states. Assign by bytes, not by number."
+        """By the bytes of states: an optimizer inside may keep them of slices of all parameters."""
+        shares = [sum(sizes) for sizes in from_all(_state_bytes(self.inside))]
+        sizes = _state_bytes([self.optimizer])
+        kept = f"the ranks keep {sum(shares)} bytes of states, one optimizer {sum(sizes)}"
+        if sum(shares) > 1.01 * sum(sizes):
+            yield f"{kept}. Give the one inside what it owns."
+        if sum(shares) < 0.99 * sum(sizes):
+            yield f"{kept}. Is all owned?"
+        most = max(shares)
+        if most > sum(sizes) / len(shares) + max(sizes):
+            share = f"rank {shares.index(most)} keeps {most / sum(sizes):.0%} of the states"
+            yield f"{share}. Assign by bytes, not by number."
 
 
-def _state_bytes(optimizers: list[Optimizer]) -> int:
-    """Of moments; a count of steps is one number."""
+def _state_bytes(optimizers: list[Optimizer]) -> list[int]:
+    """Of the moments of each parameter; a count of steps is one number."""
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    return sum(x.nbytes for state in states for x in state.values() if x.numel() > 1)
-
-
-def _unshared(shares: list[int], whole: int) -> Iterator[str]:
-    """What is wrong with the bytes of states that the ranks keep, of as many as one optimizer has."""
-    if sum(shares) < 0.99 * whole:
-        yield f"the ranks keep {sum(shares)} bytes of states, one optimizer {whole}. Is all owned?"
-    most = max(shares)
-    if most > 1.5 * whole / len(shares):
-        yield f"rank {shares.index(most)} keeps {most / whole:.0%} of the states. Share them by bytes."
+    return [sum(x.nbytes for x in state.values() if x.numel() > 1) for state in states]

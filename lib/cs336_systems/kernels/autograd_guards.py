@@ -48,38 +48,6 @@ def _once(gradients: tuple, sources: tuple, function: str) -> tuple:
     return error(*leaves, *inputs)[: len(leaves)]
 
 
-def differentiable(
-    forward: Callable[..., Any], backward: Callable[..., Any]
-) -> Callable[..., Tensor]:
-    """`apply` of an autograd.Function, called as forward is: tensors, then what is none. Saves the tensors.
-
-    The class is the one that `weighted_sum` writes out; it is named as forward's module.
-
-    Args:
-        forward: returns the result, or a tuple of it and of tensors that are saved, too.
-        backward: of the result's gradient and what was saved, the gradients of forward's tensors.
-    """
-
-    # A ctx with a name of its own is left out by torch.compile of two tensors without gradients.
-    def forward_and_save(*arguments: Any) -> Tensor:
-        ctx = arguments[0]
-        inputs = arguments[1:]
-        outputs = forward(*inputs)
-        result, *kept = outputs if isinstance(outputs, tuple) else (outputs,)
-        tensors = [x for x in inputs if isinstance(x, Tensor)]
-        ctx.save_for_backward(*tensors, *kept)
-        ctx.others = (None,) * (len(inputs) - len(tensors))
-        return result
-
-    @first_order_only
-    def gradients(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return tuple(backward(dy, *ctx.saved_tensors)) + ctx.others
-
-    methods = {"forward": staticmethod(forward_and_save), "backward": staticmethod(gradients)}
-    name = forward.__module__.rpartition(".")[2]
-    return type(name, (torch.autograd.Function,), methods).apply
-
-
 _PLAIN = {Tensor, nn.Parameter}
 is_compiling = torch.compiler.is_compiling
 dispatch_modes = torch._C._len_torch_dispatch_stack  # fake tensors, tracing, counters of FLOPs

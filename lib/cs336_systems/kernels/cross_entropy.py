@@ -23,6 +23,16 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 @triton.jit
+def load_tile(logits_ptr, rows, first, stride, n_rows, vocabulary, COLUMNS: tl.constexpr):
+    """Of a tile's columns from `first` on: their numbers, the logits, where these lie, and which exist."""
+    columns = first + tl.arange(0, COLUMNS)[None, :]
+    inside = (rows[:, None] < n_rows) & (columns < vocabulary)
+    place = logits_ptr + rows[:, None] * stride + columns
+    z = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
+    return columns, z, place, inside
+
+
+@triton.jit
 def cross_entropy_kernel(
     logits_ptr,
     target_ptr,
@@ -45,10 +55,7 @@ def cross_entropy_kernel(
     maximum = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for first in tl.range(0, vocabulary, COLUMNS):
-        columns = first + tl.arange(0, COLUMNS)
-        inside = (rows[:, None] < n_rows) & (columns[None, :] < vocabulary)
-        place = logits_ptr + rows[:, None] * stride + columns[None, :]
-        z = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
+        _, z, _, _ = load_tile(logits_ptr, rows, first, stride, n_rows, vocabulary, COLUMNS)
         larger = tl.maximum(maximum, tl.max(z, 1))
         total = total * tl.exp(maximum - larger) + tl.sum(tl.exp(z - larger[:, None]), 1)
         maximum = larger
@@ -59,12 +66,11 @@ def cross_entropy_kernel(
     # Every warp has to have read the logits of its targets before any is overwritten.
     tl.debug_barrier()
     for first in tl.range(0, vocabulary, COLUMNS):
-        columns = first + tl.arange(0, COLUMNS)
-        inside = (rows[:, None] < n_rows) & (columns[None, :] < vocabulary)
-        place = logits_ptr + rows[:, None] * stride + columns[None, :]
-        z = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
+        columns, z, place, inside = load_tile(
+            logits_ptr, rows, first, stride, n_rows, vocabulary, COLUMNS
+        )
         p = tl.exp(z - maximum[:, None]) / total[:, None]
-        dz = p - tl.where(columns[None, :] == target[:, None], 1.0, 0.0)
+        dz = p - tl.where(columns == target[:, None], 1.0, 0.0)
         dz = tl.where(counts[:, None], dz, 0.0)
         tl.store(place, dz, mask=inside)
 
@@ -86,18 +92,8 @@ def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int = -100) ->
             f"targets are {targets.dtype} on {targets.device}; allowed: int64 on {logits.device}"
         )
     fits = logits.dim() == 2 and targets.shape == logits.shape[:1] and logits.shape[1] >= 1
-    allowed = (
-        f"(n, vocabulary), with targets (n,); the targets have the shape {tuple(targets.shape)}"
-    )
-    check_tensors("logits", logits, fits=fits, allowed=allowed)
-    stride, within = logits.stride()
-    rows_overlap = len(logits) > 1 and stride < logits.shape[1]
-    if within != 1 or rows_overlap:
-        raise ValueError(
-            f"logits have strides {logits.stride()}; allowed: 1 in a row, and rows apart"
-        )
-    if not torch.compiler.is_compiling() and logits.is_neg():
-        raise ValueError("logits are a lazily negated view; allowed: logits.resolve_neg()")
+    allowed = f"(n, vocabulary), each row contiguous, with targets (n,), not {tuple(targets.shape)}"
+    check_tensors("logits", logits, fits=fits and logits.stride(1) == 1, allowed=allowed)
     if torch.is_grad_enabled() and logits.requires_grad:
         raise RuntimeError(
             "logits require grad and are overwritten; allowed: detached, or in torch.no_grad()"

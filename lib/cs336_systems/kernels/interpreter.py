@@ -1,24 +1,18 @@
 """Triton's interpreter, mended: where it computes otherwise than compiled code does.
 
 bfloat16: NumPy has none, and the interpreter computes with its bit patterns as integers. Here every operation
-is done in float32 and rounded once, to the nearest, as a GPU's is. Masks: of truth values a sum is an
-exclusive or, not an or. NaN: clamp, minimum and maximum drop it unless they are told to pass it on.
+is done in float32 and rounded once, to the nearest, as a GPU's is; atomic additions are refused. Masks: of
+truth values a sum is an exclusive or, not an or. NaN: clamp, minimum and maximum drop it unless they are told
+to pass it on.
 tests/kernels/test_interpreter.py has the table of cases; what runs on a GPU is not touched.
 """
 
 import numpy as np
 import triton.language as tl
-from triton._C.libtriton import interpreter as native
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
 
-_cast = InterpreterBuilder.cast_impl
-_convert = InterpreterBuilder.create_fp_to_fp
-_binary = InterpreterBuilder.binary_op
-_dot = InterpreterBuilder.create_dot
-_fma = InterpreterBuilder.create_fma
-_atomic = InterpreterBuilder.create_atomic_rmw
 _sum = ReduceOps.sum
 _patch_tensor = interpreter._patch_lang_tensor
 
@@ -51,89 +45,66 @@ def _rounded(numbers: np.ndarray) -> TensorHandle:
     return TensorHandle(_bits(numbers), tl.bfloat16)
 
 
-# Named and called as Triton's own.
-
-
-def cast_impl(self, src, dtype):
-    if src.dtype.scalar == dtype.scalar:
-        return _cast(self, src, dtype)
-    src = _wide(src)
-    return _rounded(src.data) if dtype.scalar == tl.bfloat16 else _cast(self, src, dtype)
-
-
-def create_fp_to_fp(self, src, dtype, rounding):
-    is_nearest = rounding == ir.ROUNDING_MODE.RTNE
-    if dtype.scalar == tl.bfloat16 and is_nearest:
-        return cast_impl(self, src, dtype)
-    return _convert(self, src, dtype, rounding)
-
-
-def binary_op(self, lhs, rhs, op):
-    if _is_bfloat16(lhs):
-        result = op(_wide(lhs).data, _wide(rhs).data)
-        return _truth(result) if result.dtype == np.bool_ else _rounded(result)
-    if op in (np.add, np.subtract) and lhs.data.dtype == rhs.data.dtype == np.bool_:
-        op = np.logical_xor
-    result = _binary(self, lhs, rhs, op)
-    # A comparison's result has the type of its operands, of which Triton 3.9 makes numbers again.
-    return _truth(result.data) if result.data.dtype == np.bool_ else result
-
-
-def _truth(values):
+def _truth(values: np.ndarray) -> TensorHandle:
     return TensorHandle(values, tl.int1)
 
 
-def unary_op(self, x, op):
-    result = op(_wide(x).data)
-    return _rounded(result) if _is_bfloat16(x) else TensorHandle(result, x.dtype.scalar)
+class MendedBuilder(InterpreterBuilder):
+    """Its methods are named and called as Triton's own."""
 
+    def cast_impl(self, src, dtype):
+        if src.dtype.scalar == dtype.scalar:
+            return super().cast_impl(src, dtype)
+        src = _wide(src)
+        is_rounded = dtype.scalar == tl.bfloat16
+        return _rounded(src.data) if is_rounded else super().cast_impl(src, dtype)
 
-def create_fma(self, x, y, z):
-    result = _fma(self, _wide(x), _wide(y), _wide(z))
-    return _rounded(result.data) if _is_bfloat16(z) else result
+    def create_fp_to_fp(self, src, dtype, rounding):
+        if dtype.scalar == tl.bfloat16 and rounding == ir.ROUNDING_MODE.RTNE:
+            return self.cast_impl(src, dtype)
+        return super().create_fp_to_fp(src, dtype, rounding)
 
+    def binary_op(self, lhs, rhs, op):
+        if _is_bfloat16(lhs):
+            result = op(_wide(lhs).data, _wide(rhs).data)
+            return _truth(result) if result.dtype == np.bool_ else _rounded(result)
+        if op in (np.add, np.subtract) and lhs.data.dtype == rhs.data.dtype == np.bool_:
+            op = np.logical_xor
+        result = super().binary_op(lhs, rhs, op)
+        # A comparison's result has the type of its operands, of which Triton 3.9 makes numbers again.
+        return _truth(result.data) if result.data.dtype == np.bool_ else result
 
-def create_dot(self, a, b, *rest):
-    return _dot(self, _wide(a), _wide(b), *rest)
+    def unary_op(self, x, op):
+        result = op(_wide(x).data)
+        return _rounded(result) if _is_bfloat16(x) else TensorHandle(result, x.dtype.scalar)
 
+    def create_fma(self, x, y, z):
+        result = super().create_fma(_wide(x), _wide(y), _wide(z))
+        return _rounded(result.data) if _is_bfloat16(z) else result
 
-def get_bf16(self, value):
-    return _rounded(np.array([value]))
+    def create_dot(self, a, b, *rest):
+        return super().create_dot(_wide(a), _wide(b), *rest)
 
+    def get_bf16(self, value):
+        return _rounded(np.array([value]))
 
-def create_clampf(self, x, low, high, propagate):
-    is_passed_on = propagate == ir.PROPAGATE_NAN.ALL
-    larger = np.maximum if is_passed_on else np.fmax
-    smaller = np.minimum if is_passed_on else np.fmin
+    def create_clampf(self, x, low, high, propagate):
+        is_passed_on = propagate == ir.PROPAGATE_NAN.ALL
+        larger = np.maximum if is_passed_on else np.fmax
+        smaller = np.minimum if is_passed_on else np.fmin
+        bounded = self.binary_op(x, low, larger)
+        return self.binary_op(bounded, high, smaller)
 
-    def clamp(x, low, high):
-        return smaller(larger(x, low), high)
+    def create_minnumf(self, lhs, rhs):
+        return self.binary_op(lhs, rhs, np.fmin)
 
-    return self.ternary_op(x, low, high, clamp)
+    def create_maxnumf(self, lhs, rhs):
+        return self.binary_op(lhs, rhs, np.fmax)
 
-
-def create_minnumf(self, lhs, rhs):
-    return self.binary_op(lhs, rhs, np.fmin)
-
-
-def create_maxnumf(self, lhs, rhs):
-    return self.binary_op(lhs, rhs, np.fmax)
-
-
-def create_atomic_rmw(self, kind, ptr, val, mask, *rest):
-    if not _is_bfloat16(val):
-        return _atomic(self, kind, ptr, val, mask, *rest)
-    # A sum, all that there is of bfloat16: one after the other, since two may be for one address.
-    before = np.zeros_like(val.data)
-    nothing = np.zeros(1, np.uint16)
-    for i in np.ndindex(before.shape):
-        address = ptr.data[i].reshape(1)
-        inside = mask.data[i].reshape(1)
-        old = native.load(address, inside, nothing, np.dtype(np.uint16))
-        new = _bits(_numbers(old) + _numbers(val.data[i]))
-        native.store(address, new, inside)
-        before[i] = old[0]
-    return TensorHandle(before, tl.bfloat16)
+    def create_atomic_rmw(self, kind, ptr, val, *rest):
+        if _is_bfloat16(val):
+            raise TypeError("the interpreter cannot add bfloat16 atomically; add float32")
+        return super().create_atomic_rmw(kind, ptr, val, *rest)
 
 
 def reduce_sum(self, x):
@@ -160,10 +131,6 @@ def _patch_tensor_with_index(tensor: type, scope) -> None:
 
 def mend() -> None:
     """Put these in place of the interpreter's own."""
-    of_builder = [cast_impl, create_fp_to_fp, unary_op, binary_op]
-    of_builder += [create_fma, create_dot, get_bf16, create_clampf]
-    of_builder += [create_minnumf, create_maxnumf, create_atomic_rmw]
-    for function in of_builder:
-        setattr(InterpreterBuilder, function.__name__, function)
+    interpreter.interpreter_builder.__class__ = MendedBuilder
     ReduceOps.sum = reduce_sum
     interpreter._patch_lang_tensor = _patch_tensor_with_index

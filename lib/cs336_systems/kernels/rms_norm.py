@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cs336_systems.kernels import runtime
-from cs336_systems.kernels.autograd_guards import differentiable
+from cs336_systems.kernels.autograd_guards import first_order_only
 from cs336_systems.kernels.runtime import kernel_function, launch_kernel, load_float32, row_tiles
 from cs336_systems.kernels.tensors import as_rows, check_tensors
 
@@ -121,19 +121,19 @@ def backward(
     weight: Tensor,
     r: Tensor,
     residual: Tensor | None = None,
-    remakes: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx (..., d) and dw (d,) of dy and x (..., d), weight (d,) and r; if it remakes, y too, else empty.
+    """dx (..., d) and dw (d,) of dy and x (..., d), weight (d,) and r, and y again if there is a residual.
 
-    residual: (..., d), added to dx: the gradient that reaches x past the norm.
+    residual: (..., d), added to dx: the gradient that reaches x past the norm. Without one y is empty.
     """
     d_rows = as_rows(dy)
     rows = as_rows(x)
     n_rows, d = rows.shape
     dx = x.new_empty(x.shape)
-    y = x.new_empty(x.shape if remakes else 0)
+    y = x.new_empty(0)
     if residual is not None:
         residual = residual.contiguous()
+        y = torch.empty_like(dx)
     tiles, options = row_tiles(n_rows, d, TILE, WIDEST, 32)
     # As many programs as the GPU holds at once, each with a row of partial sums of dw.
     tiles_each = triton.cdiv(tiles, PROGRAMS_PER_SM * runtime.sm_count(x.device))
@@ -142,27 +142,28 @@ def backward(
     tile_bytes = options["ROWS"] * options["COLUMNS"] * (dy.element_size() + x.element_size())
     # Wide tiles are loaded when they are needed: the next two would fill the shared memory.
     options["STAGES"] = 3 if 2 * tile_bytes <= PREFETCHED else 1
-    outputs = (y if remakes else None, dx, partial)
-    strides = (d_rows.stride(0), rows.stride(0))
-    launch_kernel(
-        rms_norm_backward_kernel,
-        (len(partial),),
-        d_rows,
-        rows,
-        weight.contiguous(),
-        r,
-        residual,
-        *outputs,
-        *strides,
-        n_rows,
-        d,
-        rows_each,
-        **options,
-    )
+    inputs = (d_rows, rows, weight.contiguous(), r, residual)
+    outputs = (None if residual is None else y, dx, partial)
+    sizes = (d_rows.stride(0), rows.stride(0), n_rows, d, rows_each)
+    grid = (len(partial),)
+    launch_kernel(rms_norm_backward_kernel, grid, *inputs, *outputs, *sizes, **options)
     return dx, partial.sum(0).to(weight.dtype), y
 
 
-_rms_norm = differentiable(forward, lambda *saved: backward(*saved)[:2])
+class RMSNormTriton(torch.autograd.Function):
+    """`apply(x, weight, eps)`: see `rms_norm`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, r = forward(x, weight, eps)
+        ctx.save_for_backward(x, weight, r)
+        return y
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx, dy: Tensor):
+        dx, dw, _ = backward(dy, *ctx.saved_tensors)
+        return dx, dw, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
@@ -178,4 +179,4 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     fits = x.dim() >= 1 and weight.shape == x.shape[-1:] and 1 <= x.shape[-1] <= WIDEST
     allowed = f"(..., d) and (d,), d from 1 to {WIDEST}"
     check_tensors("x, weight", x, weight, fits=fits, allowed=allowed)
-    return _rms_norm(x, weight, eps)
+    return RMSNormTriton.apply(x, weight, eps)

@@ -104,10 +104,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         TypeError: another dtype. ValueError: shapes that do not fit, an odd d, devices.
     """
     fits = x.dim() >= 2 and cos.dim() == 2 and cos.shape == sin.shape
-    if fits:
-        positions, d = x.shape[-2:]
-        rows, pairs = cos.shape
-        fits = d > 0 and d == 2 * pairs and rows >= positions
+    fits = fits and len(cos) >= x.shape[-2] and 0 < x.shape[-1] == 2 * cos.shape[1]
     allowed = "(..., s, d) with an even d, and twice (s or more, d / 2)"
     check_tensors("x, cos, sin", x, cos, sin, fits=fits, allowed=allowed)
     return RotaryTriton.apply(x, cos, sin, False)

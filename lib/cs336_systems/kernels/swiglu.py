@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.kernels.autograd_guards import differentiable
-from cs336_systems.kernels.runtime import kernel_function, launch_kernel
+from cs336_systems.kernels.autograd_guards import first_order_only
+from cs336_systems.kernels.runtime import kernel_function, launch_kernel, load_float32
 from cs336_systems.kernels.tensors import check_tensors
 
 # Elements of a program: 16 a thread are on their way at once.
@@ -29,8 +29,8 @@ def swiglu_forward_kernel(
 ):
     """c (n,). Grid: (blocks of BLOCK elements,)."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    a = tl.load(a_ptr + i, mask=i < n, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + i, mask=i < n, other=0.0).to(tl.float32)
+    a = load_float32(a_ptr + i, i < n)
+    b = load_float32(b_ptr + i, i < n)
     tl.store(c_ptr + i, a * tl.sigmoid(a) * b, mask=i < n)
 
 
@@ -44,19 +44,18 @@ def swiglu_backward_kernel(
     c_ptr,
     n,
     BLOCK: tl.constexpr,
-    WITH_C: tl.constexpr,
 ):
     """da, db and perhaps c (n,). Grid: (blocks of BLOCK elements,)."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    dc = tl.load(dc_ptr + i, mask=i < n, other=0.0).to(tl.float32)
-    a = tl.load(a_ptr + i, mask=i < n, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + i, mask=i < n, other=0.0).to(tl.float32)
+    dc = load_float32(dc_ptr + i, i < n)
+    a = load_float32(a_ptr + i, i < n)
+    b = load_float32(b_ptr + i, i < n)
     # Made again: the kernel waits for memory anyhow, and a kept s would be one more tensor to read.
     s = tl.sigmoid(a)
     da = dc * b * s * (1 + a * (1 - s))
     tl.store(da_ptr + i, da, mask=i < n)
     tl.store(db_ptr + i, dc * a * s, mask=i < n)
-    if WITH_C:
+    if c_ptr is not None:
         tl.store(c_ptr + i, a * s * b, mask=i < n)
 
 
@@ -72,29 +71,37 @@ def forward(a: Tensor, b: Tensor) -> Tensor:
 
 
 @kernel_function
-def backward(dc: Tensor, a: Tensor, b: Tensor, with_c: bool = False) -> list[Tensor]:
-    """da, db and, if it is asked for, c of dc, a and b, all of one shape; contiguous."""
-    dc = dc.contiguous()
-    a = a.contiguous()
-    b = b.contiguous()
-    gradients = [torch.empty_like(a), torch.empty_like(a)]
-    c = torch.empty_like(a) if with_c else None
-    launch_backward(dc, a, b, *gradients, c)
-    return gradients + [c] if with_c else gradients
+def backward(dc: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """da and db of dc, a and b, all of one shape; contiguous."""
+    inputs = [x.contiguous() for x in (dc, a, b)]
+    da = torch.empty_like(inputs[0])
+    db = torch.empty_like(da)
+    launch_backward(*inputs, da, db)
+    return da, db
 
 
 def launch_backward(
-    dc: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor, c: Tensor | None
+    dc: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor, c: Tensor | None = None
 ) -> None:
     """Write da, db and, where there is a c, c; all contiguous. da may be a's memory, db b's, and c dc's."""
     n = a.numel()
     grid = (triton.cdiv(n, BLOCK),)
-    options = {"BLOCK": BLOCK, "WITH_C": c is not None}
     # An element is read before it is written, and by no other program: hence the outputs may be the inputs.
-    launch_kernel(swiglu_backward_kernel, grid, dc, a, b, da, db, c, n, **options)
+    launch_kernel(swiglu_backward_kernel, grid, dc, a, b, da, db, c, n, BLOCK=BLOCK)
 
 
-_swiglu = differentiable(forward, backward)
+class SwiGLUTriton(torch.autograd.Function):
+    """`apply(a, b)`: see `swiglu`."""
+
+    @staticmethod
+    def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return forward(a, b)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx, dc: Tensor):
+        return backward(dc, *ctx.saved_tensors)
 
 
 def swiglu(a: Tensor, b: Tensor) -> Tensor:
@@ -104,4 +111,4 @@ def swiglu(a: Tensor, b: Tensor) -> Tensor:
         TypeError: dtypes that differ or are not supported. ValueError: shapes or devices that differ.
     """
     check_tensors("a, b", a, b, fits=a.shape == b.shape, allowed="the same one", same_dtype=True)
-    return _swiglu(a, b)
+    return SwiGLUTriton.apply(a, b)

@@ -130,7 +130,7 @@ class BlockFunction(torch.autograd.Function):
         dn2, da, db, d_w2 = _feed_forward_backward(dy, a, b, w)
         del a, b
         # One kernel: back through the norm, dy added, which went past it, and n2 made again.
-        dh, d_ln2, n2 = rms_norm.backward(dn2, h, w.ln2, r2, dy, True)
+        dh, d_ln2, n2 = rms_norm.backward(dn2, h, w.ln2, r2, dy)
         del h, dn2
         d_w13 = _stack(da, db) @ n2
         d_w1, d_w3 = d_w13.chunk(2)
@@ -153,7 +153,7 @@ class BlockFunction(torch.autograd.Function):
         dn1 = dq @ w.q
         dn1.addmm_(dk, w.k)
         dn1.addmm_(dv, w.v)
-        dx, d_ln1, n1 = rms_norm.backward(dn1, x, w.ln1, r1, dh, True)
+        dx, d_ln1, n1 = rms_norm.backward(dn1, x, w.ln1, r1, dh)
         d_wq = dq.T @ n1
         d_wk = dk.T @ n1
         d_wv = dv.T @ n1
