@@ -17,11 +17,12 @@ def a_profile():
         events = []
         processes = [(ranges, kernels)] + list(others.values())
         for process, (ranges, kernels) in enumerate(processes):
-            events += [("range", name, process, *times, None, 0) for name, *times in ranges]
+            for name, start, end in ranges:
+                events.append(("range", name, process, start, end, None, 0))
             for number, (name, launch, start, end, *stream) in enumerate(kernels):
-                kernel = (name, process, start, end, number) + tuple(stream or [7])
+                stream = stream[0] if stream else 7
                 events.append(("call", "cudaLaunchKernel", process, launch, launch + 1, number, 0))
-                events.append(("kernel",) + kernel)
+                events.append(("kernel", name, process, start, end, number, stream))
         events = pd.DataFrame(events, columns=COLUMNS)
         return Profile(events.astype({"correlation": float}).assign(thread=1))
 
