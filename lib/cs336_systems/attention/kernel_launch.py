@@ -147,7 +147,7 @@ def _record_call(
         # Around the one in C, this one encodes descriptors.
         launch = inspect.getclosurevars(launch).nonlocals["launcher"]
     # Triton 3.7 and newer have the kernel's arguments in a tuple, which comes last.
-    if isinstance(call[-1], tuple):
+    if call[-1] == tuple(arguments):
         return launch, call[:-1], True
     # Triton 3.6 has them one by one.
     return launch, call[: -len(arguments)], False

@@ -49,6 +49,7 @@ from cs336_systems.attention.triton_backward import (
     dq_kernel,
     sum_kernel,
 )
+from cs336_systems.attention.triton_common import Form
 from cs336_systems.attention.triton_forward import forward_kernel, merge_kernel
 from cs336_systems.kernels.runtime import ALIGNMENT, capability, sm_count
 
@@ -184,7 +185,9 @@ class Launcher:
             "CHUNK": tile.chunk,
             "STAGES": tile.num_stages,
         }
-        return self._sizes | self._forms | strides | of_tile
+        arguments = self._sizes | self._forms | strides | of_tile
+        form = Form(*(arguments[name] for name in Form._fields))
+        return arguments | {"form": form}
 
     @cached_property
     def _sizes(self) -> dict[str, Any]:
@@ -212,6 +215,8 @@ class Launcher:
             "scale": scale,
             "scale_log2": scale * LOG2E,
             "PRECISION": precision,
+            # "tf32" stands for all that rounds in the matmul: 16 bits come with it, too.
+            "EXACT": precision != "tf32",
             "CAUSAL": self.problem.is_causal,
             "USE_TMA": self.use_tma,
             "SPLIT": self.plan.splits > 1,

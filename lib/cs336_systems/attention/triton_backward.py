@@ -29,6 +29,7 @@ from cs336_systems.attention.triton_common import (
     dot,
     dot_transposed,
     key_range,
+    last_key_of,
     load_logsumexp,
     load_tile,
     mask_scores,
@@ -41,9 +42,9 @@ from cs336_systems.attention.triton_common import (
 
 
 @triton.jit
-def probabilities(s, lse, residual, scale, EXACT: tl.constexpr):
+def probabilities(s, lse, residual, scale, form: tl.constexpr):
     """P = exp(scale * s - L); if EXACT, rounded where scale * s - L is small."""
-    if EXACT:
+    if form.EXACT:
         # Two large numbers subtracted: what a float32 cuts off L may be more than what is left.
         p = tl.exp2((s * scale - lse) * LOG2E - residual * LOG2E)
     else:
@@ -52,9 +53,9 @@ def probabilities(s, lse, residual, scale, EXACT: tl.constexpr):
 
 
 @triton.jit
-def row_dot(o, do, PRECISION: tl.constexpr):
+def row_dot(o, do, form: tl.constexpr):
     """delta = rowsum(dO * O)."""
-    if PRECISION == "bf16x3":
+    if form.PRECISION == "bf16x3":
         # The small parts first: then every sum has the bits of what it is part of.
         do = do[0].to(tl.float32) + (do[1].to(tl.float32) + do[2].to(tl.float32))
     return tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
@@ -68,38 +69,35 @@ def add_dq_tiles(
     keys,
     scale,
     MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    constants: tl.constexpr,
+    form: tl.constexpr,
 ):
     """Add the key tiles in [first_key, last_key) to dQ.
 
     query_tile: (head, queries, q_rows, do_rows, L, residual, delta). sources: (k_src, v_src).
     """
-    BLOCK_N: tl.constexpr = constants[3]
-    PRECISION: tl.constexpr = constants[5]
-    CHUNK: tl.constexpr = constants[6]
+    BLOCK_N: tl.constexpr = form.BLOCK_N
     head, queries, q_rows, do_rows, lse, residual, delta = query_tile
     k_src, v_src = sources
     first_key, last_key, n_keys = keys
     # Load V after P is made: for the three parts of both K and V there are no registers.
-    LATE: tl.constexpr = PRECISION == "bf16x3"
+    LATE: tl.constexpr = form.PRECISION == "bf16x3"
     # As in the forward's loop: LLVM would keep addresses in registers.
-    KEEP: tl.constexpr = CHUNK > 0 or LATE
+    KEEP: tl.constexpr = form.CHUNK > 0 or LATE
     for start in tl.range(first_key, last_key, BLOCK_N, disable_licm=KEEP):
-        k = load_tile(k_src, head, start, n_keys, BLOCK_N, constants)
+        k = load_tile(k_src, head, start, n_keys, BLOCK_N, form)
         if not LATE:
-            v = load_tile(v_src, head, start, n_keys, BLOCK_N, constants)
-        s = dot_transposed(q_rows, (k, k_src, start, n_keys), head, True, constants)
+            v = load_tile(v_src, head, start, n_keys, BLOCK_N, form)
+        s = dot_transposed(q_rows, (k, k_src, start, n_keys), head, True, form)
         if not LATE:
-            dp = dot_transposed(do_rows, (v, v_src, start, n_keys), head, False, constants)
+            dp = dot_transposed(do_rows, (v, v_src, start, n_keys), head, False, form)
         if MASKED:
-            s = mask_scores(s, queries, start, n_keys, BLOCK_N, CAUSAL)
-        p = probabilities(s, lse[:, None], residual[:, None], scale, PRECISION != "tf32")
+            s = mask_scores(s, queries, start, n_keys, form)
+        p = probabilities(s, lse[:, None], residual[:, None], scale, form)
         if LATE:
-            v = load_tile(v_src, head, start, n_keys, BLOCK_N, constants)
-            dp = dot_transposed(do_rows, (v, v_src, start, n_keys), head, False, constants)
-        ds = operand(p * (dp - delta[:, None]), k, PRECISION)
-        dq = dot(ds, k, dq, PRECISION)
+            v = load_tile(v_src, head, start, n_keys, BLOCK_N, form)
+            dp = dot_transposed(do_rows, (v, v_src, start, n_keys), head, False, form)
+        ds = operand(p * (dp - delta[:, None]), k, form)
+        dq = dot(ds, k, dq, form)
     return dq
 
 
@@ -111,25 +109,19 @@ def dq_tile(
     delta_ptr,
     output,
     sizes,
-    CAUSAL: tl.constexpr,
-    EVEN_KEYS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    constants: tl.constexpr,
+    form: tl.constexpr,
 ):
     """dQ of a tile of queries; delta for dkdv_kernel, if there is a place for it.
 
     saved: (o_ptr, o_strides, lse_ptr, residual_ptr). delta_ptr: or None. output: (dq_ptr, dq_strides).
     """
-    D: tl.constexpr = constants[0]
-    BLOCK_D: tl.constexpr = constants[1]
-    BLOCK_M: tl.constexpr = constants[2]
-    BLOCK_N: tl.constexpr = constants[3]
-    PRECISION: tl.constexpr = constants[5]
+    D: tl.constexpr = form.D
+    BLOCK_D: tl.constexpr = form.BLOCK_D
+    BLOCK_M: tl.constexpr = form.BLOCK_M
     q_src, k_src, v_src, do_src = sources
     o_ptr, o_strides, lse_ptr, residual_ptr = saved
     dq_ptr, dq_strides = output
     n_heads, n_queries, n_keys, split_rows, split_size, scale = sizes
-    EXACT: tl.constexpr = PRECISION != "tf32"
     head = (place[2], place[3], n_heads)
 
     first_query = place[0] * BLOCK_M
@@ -137,31 +129,29 @@ def dq_tile(
     dims = tl.arange(0, BLOCK_D)
     in_range = queries < n_queries
     inside = in_range[:, None] & (dims[None, :] < D)
-    q = load_tile(q_src, head, first_query, n_queries, BLOCK_M, constants)
-    do = load_tile(do_src, head, first_query, n_queries, BLOCK_M, constants)
+    q = load_tile(q_src, head, first_query, n_queries, BLOCK_M, form)
+    do = load_tile(do_src, head, first_query, n_queries, BLOCK_M, form)
     o = tl.load(pointers(o_ptr, o_strides, place, queries, dims), mask=inside, other=0.0)
-    delta = row_dot(o, do, PRECISION)
+    delta = row_dot(o, do, form)
     lse_rows = place[1].to(tl.int64) * n_queries + queries
-    lse, residual = load_logsumexp(lse_ptr + lse_rows, residual_ptr + lse_rows, in_range, EXACT)
+    lse, residual = load_logsumexp(lse_ptr + lse_rows, residual_ptr + lse_rows, in_range, form)
     # By the way: a kernel for delta alone would load O and dO once more.
     if delta_ptr is not None:
         tl.store(delta_ptr + lse_rows, delta, mask=in_range)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    first, unmasked, last = key_range(
-        first_query, n_keys, split_size, BLOCK_M, BLOCK_N, CAUSAL, SPLIT
-    )
+    first, unmasked, last = key_range(first_query, n_keys, split_size, form)
     q_rows = (q, q_src, first_query, n_queries)
     do_rows = (do, do_src, first_query, n_queries)
     query_tile = (head, queries, q_rows, do_rows, lse, residual, delta)
     sources = (k_src, v_src)
     keys = (first, unmasked, n_keys)
-    dq = add_dq_tiles(dq, query_tile, sources, keys, scale, False, CAUSAL, constants)
+    dq = add_dq_tiles(dq, query_tile, sources, keys, scale, False, form)
     # The last tiles alone have hidden keys, and pay for a mask.
-    if CAUSAL or not EVEN_KEYS:
+    if form.CAUSAL or not form.EVEN_KEYS:
         keys = (unmasked, last, n_keys)
-        dq = add_dq_tiles(dq, query_tile, sources, keys, scale, True, CAUSAL, constants)
-    if SPLIT:
+        dq = add_dq_tiles(dq, query_tile, sources, keys, scale, True, form)
+    if form.SPLIT:
         # A split without keys writes nothing; `sum_kernel` does not read it.
         in_range = in_range & (first < last)
         dq_ptr += (tl.program_id(1) * split_rows).to(tl.int64) * D
@@ -188,25 +178,17 @@ def dq_kernel(
     all_queries,
     split_size,
     scale,
-    CAUSAL: tl.constexpr,
-    EVEN_KEYS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr,
+    form: tl.constexpr,
 ):
     """dQ, and delta for dkdv_kernel. Grid: (query tiles * batch * heads, splits)."""
-    constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
+    BLOCK_M: tl.constexpr = form.BLOCK_M
+    CAUSAL: tl.constexpr = form.CAUSAL
     place = program_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
     sources = (q_src, k_src, v_src, do_src)
     saved = (o_ptr, o_strides, lse_ptr, residual_ptr)
     sizes = (n_heads, n_queries, n_keys, all_queries, split_size, scale)
     output = (dq_ptr, dq_strides)
-    dq_tile(place, sources, saved, delta_ptr, output, sizes, CAUSAL, EVEN_KEYS, SPLIT, constants)
+    dq_tile(place, sources, saved, delta_ptr, output, sizes, form)
 
 
 @triton.jit
@@ -220,7 +202,7 @@ def add_dkdv_tiles(
     DIAGONAL: tl.constexpr,
     RAGGED: tl.constexpr,
     HAS_DELTA: tl.constexpr,
-    constants: tl.constexpr,
+    form: tl.constexpr,
 ):
     """Add the query tiles in [first_query, last_query) to grads, (dK, dV).
 
@@ -229,57 +211,52 @@ def add_dkdv_tiles(
     DIAGONAL: not all queries see all keys. RAGGED: some are outside the tensors; q reads as zero there, and
     an infinite key times zero is NaN. A key outside only spoils a row that is never stored.
     """
-    D: tl.constexpr = constants[0]
-    BLOCK_D: tl.constexpr = constants[1]
-    BLOCK_M: tl.constexpr = constants[2]
-    PRECISION: tl.constexpr = constants[5]
-    CHUNK: tl.constexpr = constants[6]
-    EXACT: tl.constexpr = PRECISION != "tf32"
+    BLOCK_M: tl.constexpr = form.BLOCK_M
     dk, dv = grads
     head, keys, k_rows, v_rows = key_tile
     q_src, do_src = sources
     first_query, last_query, n_queries = rows
     # Load dO after P is made, as V in add_dq_tiles.
-    LATE: tl.constexpr = PRECISION == "bf16x3"
-    KEEP: tl.constexpr = CHUNK > 0 or LATE
+    LATE: tl.constexpr = form.PRECISION == "bf16x3"
+    KEEP: tl.constexpr = form.CHUNK > 0 or LATE
     for start in tl.range(first_query, last_query, BLOCK_M, disable_licm=KEEP):
         queries = start + tl.arange(0, BLOCK_M)
         in_range = queries < n_queries
-        q = load_tile(q_src, head, start, n_queries, BLOCK_M, constants)
+        q = load_tile(q_src, head, start, n_queries, BLOCK_M, form)
         if not LATE:
-            do = load_tile(do_src, head, start, n_queries, BLOCK_M, constants)
-        st = dot_transposed(k_rows, (q, q_src, start, n_queries), head, True, constants)
+            do = load_tile(do_src, head, start, n_queries, BLOCK_M, form)
+        st = dot_transposed(k_rows, (q, q_src, start, n_queries), head, True, form)
         if not LATE:
-            dpt = dot_transposed(v_rows, (do, do_src, start, n_queries), head, False, constants)
+            dpt = dot_transposed(v_rows, (do, do_src, start, n_queries), head, False, form)
         lse, residual = load_logsumexp(
-            statistics[0] + queries, statistics[1] + queries, in_range, EXACT
+            statistics[0] + queries, statistics[1] + queries, in_range, form
         )
         # Where programs are few, O loaded with every tile costs less than another launch that is waited for.
         if not HAS_DELTA:
             o_ptr = statistics[2]
             o_strides = statistics[3]
-            dims = tl.arange(0, BLOCK_D)
+            dims = tl.arange(0, form.BLOCK_D)
             o_rows = o_ptr + queries[:, None].to(tl.int64) * o_strides[2]
             o_tile = o_rows + dims[None, :] * o_strides[3]
-            o = tl.load(o_tile, mask=in_range[:, None] & (dims[None, :] < D), other=0.0)
-            delta = row_dot(o, do, PRECISION)
+            o = tl.load(o_tile, mask=in_range[:, None] & (dims[None, :] < form.D), other=0.0)
+            delta = row_dot(o, do, form)
         elif not LATE:
             delta = tl.load(statistics[2] + queries, mask=in_range, other=0.0)
         if DIAGONAL:
             st = tl.where(queries[None, :] >= keys[:, None], st, -float("inf"))
         if RAGGED:
             st = tl.where(in_range[None, :], st, -float("inf"))
-        pt = probabilities(st, lse[None, :], residual[None, :], scale, EXACT)
+        pt = probabilities(st, lse[None, :], residual[None, :], scale, form)
         # dV by itself, before dO's parts are needed for dP: what is done with P then holds no registers.
         if LATE:
-            do = load_tile(do_src, head, start, n_queries, BLOCK_M, constants)
-            dv = dot(operand(pt, do, PRECISION), do, dv, PRECISION)
-            dpt = dot_transposed(v_rows, (do, do_src, start, n_queries), head, False, constants)
+            do = load_tile(do_src, head, start, n_queries, BLOCK_M, form)
+            dv = dot(operand(pt, do, form), do, dv, form)
+            dpt = dot_transposed(v_rows, (do, do_src, start, n_queries), head, False, form)
             delta = tl.load(statistics[2] + queries, mask=in_range, other=0.0)
-        dst = operand(pt * (dpt - delta[None, :]), q, PRECISION)
-        dk = dot(dst, q, dk, PRECISION)
+        dst = operand(pt * (dpt - delta[None, :]), q, form)
+        dk = dot(dst, q, dk, form)
         if not LATE:
-            dv = dot(operand(pt, do, PRECISION), do, dv, PRECISION)
+            dv = dot(operand(pt, do, form), do, dv, form)
     return dk, dv
 
 
@@ -290,20 +267,18 @@ def dkdv_tile(
     statistics,
     outputs,
     sizes,
-    CAUSAL: tl.constexpr,
-    EVEN: tl.constexpr,
     HAS_DELTA: tl.constexpr,
-    SPLIT: tl.constexpr,
-    constants: tl.constexpr,
+    form: tl.constexpr,
 ):
     """dK and dV of a tile of keys.
 
     statistics: of `add_dkdv_tiles`, of this head. outputs: (dk_ptr, dv_ptr, strides of each).
     """
-    D: tl.constexpr = constants[0]
-    BLOCK_D: tl.constexpr = constants[1]
-    BLOCK_M: tl.constexpr = constants[2]
-    BLOCK_N: tl.constexpr = constants[3]
+    D: tl.constexpr = form.D
+    BLOCK_D: tl.constexpr = form.BLOCK_D
+    BLOCK_M: tl.constexpr = form.BLOCK_M
+    BLOCK_N: tl.constexpr = form.BLOCK_N
+    EVEN: tl.constexpr = form.EVEN_QUERIES
     q_src, k_src, v_src, do_src = sources
     dk_ptr, dv_ptr, dk_strides, dv_strides = outputs
     n_heads, n_queries, n_keys, split_rows, split_size, scale = sizes
@@ -311,40 +286,38 @@ def dkdv_tile(
 
     first_key = place[0] * BLOCK_N
     keys = first_key + tl.arange(0, BLOCK_N)
-    k = load_tile(k_src, head, first_key, n_keys, BLOCK_N, constants)
-    v = load_tile(v_src, head, first_key, n_keys, BLOCK_N, constants)
+    k = load_tile(k_src, head, first_key, n_keys, BLOCK_N, form)
+    v = load_tile(v_src, head, first_key, n_keys, BLOCK_N, form)
     grads = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_D], tl.float32))
 
     k_rows = (k, k_src, first_key, n_keys)
     v_rows = (v, v_src, first_key, n_keys)
     key_tile = (head, keys, k_rows, v_rows)
     sources = (q_src, do_src)
-    first_query, unmasked, last_query = query_range(
-        first_key, n_queries, split_size, BLOCK_M, BLOCK_N, CAUSAL, SPLIT
-    )
+    first_query, unmasked, last_query = query_range(first_key, n_queries, split_size, form)
     # Where the last whole tile of queries ends. Only the tile after it pays for a mask by queries.
     last_whole = last_query
     if not EVEN:
         last_whole = tl.minimum(last_query, n_queries // BLOCK_M * BLOCK_M)
     # The diagonal crosses the first tiles: from `unmasked` on queries see all of these keys.
-    if CAUSAL:
+    if form.CAUSAL:
         rows = (first_query, tl.minimum(unmasked, last_query), n_queries)
         grads = add_dkdv_tiles(
-            grads, key_tile, sources, statistics, rows, scale, True, not EVEN, HAS_DELTA, constants
+            grads, key_tile, sources, statistics, rows, scale, True, not EVEN, HAS_DELTA, form
         )
     rows = (unmasked, last_whole, n_queries)
     grads = add_dkdv_tiles(
-        grads, key_tile, sources, statistics, rows, scale, False, False, HAS_DELTA, constants
+        grads, key_tile, sources, statistics, rows, scale, False, False, HAS_DELTA, form
     )
     if not EVEN:
         rows = (tl.maximum(unmasked, last_whole), last_query, n_queries)
         grads = add_dkdv_tiles(
-            grads, key_tile, sources, statistics, rows, scale, False, True, HAS_DELTA, constants
+            grads, key_tile, sources, statistics, rows, scale, False, True, HAS_DELTA, form
         )
     dk, dv = grads
 
     in_range = keys < n_keys
-    if SPLIT:
+    if form.SPLIT:
         # A split without queries that see these keys writes nothing; `sum_kernel` does not read it.
         start = tl.program_id(1) * split_size
         in_range = in_range & (start < n_queries) & (first_query < start + split_size)
@@ -373,29 +346,18 @@ def dkdv_kernel(
     all_keys,
     split_size,
     scale,
-    CAUSAL: tl.constexpr,
-    EVEN_QUERIES: tl.constexpr,
-    SPLIT: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr,
+    form: tl.constexpr,
 ):
     """dK and dV. Grid: (key tiles * batch * heads, splits)."""
-    constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
     # The first keys have the most queries: in order, not LAST_FIRST.
+    BLOCK_N: tl.constexpr = form.BLOCK_N
     place = program_tile(tl.program_id(0), n_keys, n_heads, BLOCK_N, False)
     first_row = place[1].to(tl.int64) * n_queries
     statistics = (lse_ptr + first_row, residual_ptr + first_row, delta_ptr + first_row)
     sources = (q_src, k_src, v_src, do_src)
     outputs = (dk_ptr, dv_ptr, dk_strides, dv_strides)
     sizes = (n_heads, n_queries, n_keys, all_keys, split_size, scale)
-    dkdv_tile(
-        place, sources, statistics, outputs, sizes, CAUSAL, EVEN_QUERIES, True, SPLIT, constants
-    )
+    dkdv_tile(place, sources, statistics, outputs, sizes, True, form)
 
 
 @triton.jit
@@ -421,24 +383,16 @@ def backward_kernel(
     all_keys,
     split_size,
     scale,
-    CAUSAL: tl.constexpr,
-    EVEN_QUERIES: tl.constexpr,
-    EVEN_KEYS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr,
+    form: tl.constexpr,
 ):
     """dQ, dK and dV in one launch. Grid: ((query tiles + key tiles) * batch * heads, splits).
 
     The last programs own keys; each program computes delta itself, so that none waits for another. With SPLIT
     a program loops over split_size rows, and writes into (splits, batch, heads, n, d), for sum_kernel.
     """
-    constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
+    BLOCK_M: tl.constexpr = form.BLOCK_M
+    BLOCK_N: tl.constexpr = form.BLOCK_N
+    CAUSAL: tl.constexpr = form.CAUSAL
     sources = (q_src, k_src, v_src, do_src)
     # batch * heads is all_keys // n_keys. Names differ in the two branches: Triton merges what both assign.
     key_programs = tl.cdiv(n_keys, BLOCK_N) * (all_keys // n_keys)
@@ -448,7 +402,7 @@ def backward_kernel(
         saved = (o_ptr, o_strides, lse_ptr, residual_ptr)
         sizes = (n_heads, n_queries, n_keys, all_queries, split_size, scale)
         output = (dq_ptr, dq_strides)
-        dq_tile(place, sources, saved, None, output, sizes, CAUSAL, EVEN_KEYS, SPLIT, constants)
+        dq_tile(place, sources, saved, None, output, sizes, form)
     else:
         key_program = tl.program_id(0) - query_programs
         key_place = program_tile(key_program, n_keys, n_heads, BLOCK_N, False)
@@ -458,19 +412,7 @@ def backward_kernel(
         statistics = (lse_ptr + first_row, residual_ptr + first_row, o_head, o_strides)
         outputs = (dk_ptr, dv_ptr, dk_strides, dv_strides)
         key_sizes = (n_heads, n_queries, n_keys, all_keys, split_size, scale)
-        EVEN: tl.constexpr = EVEN_QUERIES
-        dkdv_tile(
-            key_place,
-            sources,
-            statistics,
-            outputs,
-            key_sizes,
-            CAUSAL,
-            EVEN,
-            False,
-            SPLIT,
-            constants,
-        )
+        dkdv_tile(key_place, sources, statistics, outputs, key_sizes, False, form)
 
 
 @triton.jit
@@ -481,11 +423,12 @@ def sum_tile(
     place,
     splits,
     sizes,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
+    form: tl.constexpr,
 ):
     """One tile of ROWS rows of the sum over splits [first, end). sizes: (n_rows, rows of all heads)."""
+    D: tl.constexpr = form.D
+    BLOCK_D: tl.constexpr = form.BLOCK_D
     first, end = splits
     n_rows, all_rows = sizes
     rows = place[0] * ROWS + tl.arange(0, ROWS)
@@ -520,12 +463,8 @@ def sum_kernel(
     all_queries,
     all_keys,
     split_size,
-    CAUSAL: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
+    form: tl.constexpr,
 ):
     """dQ, dK and dV, summed over the splits in order: the same bits every time.
 
@@ -537,22 +476,19 @@ def sum_kernel(
     if tl.program_id(0) < query_programs:
         place = program_tile(tl.program_id(0), n_queries, n_heads, ROWS, False)
         # Of the tile that wrote these rows: which of its splits had keys.
-        first_query = place[0] * ROWS // BLOCK_M * BLOCK_M
-        _, _, last_key = key_range(first_query, n_keys, split_size, BLOCK_M, 1, CAUSAL, False)
-        splits = (0, tl.cdiv(last_key, split_size))
+        first_query = place[0] * ROWS // form.BLOCK_M * form.BLOCK_M
+        splits = (0, tl.cdiv(last_key_of(first_query, n_keys, form), split_size))
         sizes = (n_queries, all_queries)
-        sum_tile(split_dq_ptr, dq_ptr, dq_strides, place, splits, sizes, D, BLOCK_D, ROWS)
+        sum_tile(split_dq_ptr, dq_ptr, dq_strides, place, splits, sizes, ROWS, form)
     else:
         key_program = tl.program_id(0) - query_programs
         key_place = program_tile(key_program, n_keys, n_heads, ROWS, False)
-        # Causal: the splits of the first queries do not see these keys.
-        first_key = key_place[0] * ROWS // BLOCK_N * BLOCK_N
-        first_row, _, _ = query_range(first_key, n_queries, split_size, 1, BLOCK_N, CAUSAL, False)
-        key_splits = (first_row // split_size, tl.cdiv(n_queries, split_size))
+        first_split = 0
+        if form.CAUSAL:
+            # The splits of the first queries do not see these keys.
+            first_key = key_place[0] * ROWS // form.BLOCK_N * form.BLOCK_N
+            first_split = first_key // split_size
+        key_splits = (first_split, tl.cdiv(n_queries, split_size))
         key_sizes = (n_keys, all_keys)
-        sum_tile(
-            split_dk_ptr, dk_ptr, dk_strides, key_place, key_splits, key_sizes, D, BLOCK_D, ROWS
-        )
-        sum_tile(
-            split_dv_ptr, dv_ptr, dv_strides, key_place, key_splits, key_sizes, D, BLOCK_D, ROWS
-        )
+        sum_tile(split_dk_ptr, dk_ptr, dk_strides, key_place, key_splits, key_sizes, ROWS, form)
+        sum_tile(split_dv_ptr, dv_ptr, dv_strides, key_place, key_splits, key_sizes, ROWS, form)

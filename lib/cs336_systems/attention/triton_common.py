@@ -15,11 +15,11 @@ Tuples that functions pass on:
 
     head       (batch, head, n_heads)
     rows       (tile, source, its first row, n_rows): a tile of a tensor, and what it was loaded from
-    constants  (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK), a line for each that is used:
-               what comes of a tuple of constants taken apart in one line depends on the version of Triton
     place      (tile, batch * n_heads + head, batch, head): what a program owns, of `program_tile`
     strides    of a (batch, heads, n, d) tensor
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -30,24 +30,43 @@ LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
+class Form(NamedTuple):
+    """What a kernel is compiled for, but dtypes.
+
+    In a kernel its fields are Python's numbers: what takes a constant of Triton's, as functions of kernels
+    do, is given a name declared as one.
+    """
+
+    D: int
+    BLOCK_D: int
+    BLOCK_M: int
+    BLOCK_N: int
+    USE_TMA: bool
+    PRECISION: str
+    EXACT: bool
+    CHUNK: int
+    CAUSAL: bool
+    EVEN_QUERIES: bool
+    EVEN_KEYS: bool
+    SPLIT: bool
+
+
 @triton.jit
-def load_tile(source, head, first_row, n_rows, BLOCK: tl.constexpr, constants: tl.constexpr):
+def load_tile(source, head, first_row, n_rows, BLOCK: tl.constexpr, form: tl.constexpr):
     """Rows [first_row, first_row + BLOCK) of one head as [BLOCK, BLOCK_D], zero outside its (n_rows, D).
 
     If PRECISION is "bf16x3", the three matrices of which they are the sum.
     """
-    D: tl.constexpr = constants[0]
-    BLOCK_D: tl.constexpr = constants[1]
-    USE_TMA: tl.constexpr = constants[4]
-    PRECISION: tl.constexpr = constants[5]
-    if PRECISION == "bf16x3":
+    D: tl.constexpr = form.D
+    BLOCK_D: tl.constexpr = form.BLOCK_D
+    if form.PRECISION == "bf16x3":
         # A head's three matrices stand one after the other, as if they were heads.
         part = head[1] * 3
         x0 = source.load([head[0], part, first_row, 0]).reshape([BLOCK, BLOCK_D])
         x1 = source.load([head[0], part + 1, first_row, 0]).reshape([BLOCK, BLOCK_D])
         x2 = source.load([head[0], part + 2, first_row, 0]).reshape([BLOCK, BLOCK_D])
         tile = (x0, x1, x2)
-    elif USE_TMA:
+    elif form.USE_TMA:
         tile = source.load([head[0], head[1], first_row, 0]).reshape([BLOCK, BLOCK_D])
     else:
         tile = load_by_pointers(source, head, first_row, n_rows, 0, D, BLOCK, BLOCK_D)
@@ -76,22 +95,22 @@ def load_by_pointers(
 
 
 @triton.jit
-def dot(a, b, acc, PRECISION: tl.constexpr):
+def dot(a, b, acc, form: tl.constexpr):
     """acc + A B; acc may be None. Long sums of split operands are added outside, where additions round."""
-    if PRECISION == "bf16x3":
+    if form.PRECISION == "bf16x3":
         result = product(a, b, False) if acc is None else acc + product(a, b, False)
     else:
-        result = tl.dot(a, b, acc, input_precision=PRECISION)
+        result = tl.dot(a, b, acc, input_precision=form.PRECISION)
     return result
 
 
 @triton.jit
-def dot_transposed(a_rows, b_rows, head, SCORES: tl.constexpr, constants: tl.constexpr):
+def dot_transposed(a_rows, b_rows, head, SCORES: tl.constexpr, form: tl.constexpr):
     """A B^T, of two rows tuples. SCORES: infinite ones keep their sign, which says what weighs nothing."""
-    D: tl.constexpr = constants[0]
-    BLOCK_D: tl.constexpr = constants[1]
-    PRECISION: tl.constexpr = constants[5]
-    CHUNK: tl.constexpr = constants[6]
+    D: tl.constexpr = form.D
+    BLOCK_D: tl.constexpr = form.BLOCK_D
+    PRECISION: tl.constexpr = form.PRECISION
+    CHUNK: tl.constexpr = form.CHUNK
     a, a_src, first_a, n_a = a_rows
     b, b_src, first_b, n_b = b_rows
     if CHUNK:
@@ -111,17 +130,17 @@ def dot_transposed(a_rows, b_rows, head, SCORES: tl.constexpr, constants: tl.con
 
 
 @triton.jit
-def operand(x, like, PRECISION: tl.constexpr):
+def operand(x, like, form: tl.constexpr):
     """What was computed in float32, to be multiplied by a tile that was loaded like this one."""
-    return split_bf16(x) if PRECISION == "bf16x3" else x.to(like.dtype)
+    return split_bf16(x) if form.PRECISION == "bf16x3" else x.to(like.dtype)
 
 
 @triton.jit
-def mask_scores(s, queries, first_key, n_keys, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
+def mask_scores(s, queries, first_key, n_keys, form: tl.constexpr):
     """Scores with the keys from first_key on; minus infinity where a query does not see them."""
-    columns = first_key + tl.arange(0, BLOCK_N)
+    columns = first_key + tl.arange(0, form.BLOCK_N)
     visible = columns[None, :] < n_keys
-    if CAUSAL:
+    if form.CAUSAL:
         visible = visible & (queries[:, None] >= columns[None, :])
     return tl.where(visible, s, -float("inf"))
 
@@ -140,15 +159,16 @@ def program_tile(program, n_rows, n_heads, BLOCK: tl.constexpr, LAST_FIRST: tl.c
 
 
 @triton.jit
-def key_range(
-    first_query,
-    n_keys,
-    split_size,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+def last_key_of(first_query, n_keys, form: tl.constexpr):
+    """No query of the tile sees the keys from this one on."""
+    last_key = n_keys
+    if form.CAUSAL:
+        last_key = tl.minimum(n_keys, first_query + form.BLOCK_M)
+    return last_key
+
+
+@triton.jit
+def key_range(first_query, n_keys, split_size, form: tl.constexpr):
     """(first_key, unmasked, last_key): all queries of the tile see the keys of this program from first_key to
     unmasked, none sees those from last_key on.
 
@@ -156,13 +176,12 @@ def key_range(
     split_size of them, or none at all: then first_key is not below last_key.
     """
     first_key = 0
-    unmasked = n_keys // BLOCK_N * BLOCK_N
-    last_key = n_keys
-    if CAUSAL:
-        # The diagonal begins in the tile with the first query; no query sees the keys after the last.
-        unmasked = tl.minimum(unmasked, first_query // BLOCK_N * BLOCK_N)
-        last_key = tl.minimum(n_keys, first_query + BLOCK_M)
-    if SPLIT:
+    unmasked = n_keys // form.BLOCK_N * form.BLOCK_N
+    last_key = last_key_of(first_query, n_keys, form)
+    if form.CAUSAL:
+        # The diagonal begins in the tile with the first query.
+        unmasked = tl.minimum(unmasked, first_query // form.BLOCK_N * form.BLOCK_N)
+    if form.SPLIT:
         first_key = tl.program_id(1) * split_size
         last_key = tl.minimum(last_key, first_key + split_size)
         unmasked = tl.maximum(tl.minimum(unmasked, last_key), first_key)
@@ -170,26 +189,19 @@ def key_range(
 
 
 @triton.jit
-def query_range(
-    first_key,
-    n_queries,
-    split_size,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+def query_range(first_key, n_queries, split_size, form: tl.constexpr):
     """(first_query, unmasked, last_query): none before the first sees a key; all from `unmasked` on see all.
 
-    SPLIT and split_size as in `key_range`.
+    split_size as in `key_range`.
     """
     first_query = 0
     unmasked = 0
     last_query = n_queries
-    if CAUSAL:
+    BLOCK_M: tl.constexpr = form.BLOCK_M
+    if form.CAUSAL:
         first_query = first_key // BLOCK_M * BLOCK_M
-        unmasked = tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M
-    if SPLIT:
+        unmasked = tl.cdiv(first_key + form.BLOCK_N - 1, BLOCK_M) * BLOCK_M
+    if form.SPLIT:
         start = tl.program_id(1) * split_size
         first_query = tl.maximum(first_query, start)
         unmasked = tl.maximum(unmasked, start)
@@ -215,8 +227,10 @@ def store_tile(ptr, strides, place, rows, in_range, tile, D: tl.constexpr):
 
 
 @triton.jit
-def load_logsumexp(lse_ptr, residual_ptr, in_range, EXACT: tl.constexpr):
+def load_logsumexp(lse_ptr, residual_ptr, in_range, form: tl.constexpr):
     """(L, residual), the residual being zero if not EXACT."""
     lse = tl.load(lse_ptr, mask=in_range, other=0.0)
-    residual = tl.load(residual_ptr, mask=in_range, other=0.0) if EXACT else tl.zeros_like(lse)
+    residual = tl.zeros_like(lse)
+    if form.EXACT:
+        residual = tl.load(residual_ptr, mask=in_range, other=0.0)
     return lse, residual

@@ -27,6 +27,7 @@ from cs336_systems.attention.triton_common import (
     dot,
     dot_transposed,
     key_range,
+    last_key_of,
     load_logsumexp,
     load_tile,
     mask_scores,
@@ -37,12 +38,12 @@ from cs336_systems.attention.triton_common import (
 
 
 @triton.jit
-def softmax_step(s, m, scale_log2, EXACT: tl.constexpr):
+def softmax_step(s, m, scale_log2, form: tl.constexpr):
     """(exp(scale * s - max), by what earlier sums shrink, max): the maximum grows from m to that of s too.
 
     The maximum is of s if EXACT, else of scale_log2 * s.
     """
-    if EXACT:
+    if form.EXACT:
         # Subtracted before it is scaled: nothing is rounded off where s is near the maximum.
         maximum = tl.maximum(m, tl.max(s, 1))
         p = tl.exp2((s - maximum[:, None]) * scale_log2)
@@ -57,7 +58,7 @@ def softmax_step(s, m, scale_log2, EXACT: tl.constexpr):
 
 @triton.jit
 def store_logsumexp(
-    lse_ptr, residual_ptr, rows, in_range, m, unit, total, EXACT: tl.constexpr, SPLIT: tl.constexpr
+    lse_ptr, residual_ptr, rows, in_range, m, unit, total, SPLIT: tl.constexpr, form: tl.constexpr
 ):
     """Store L = unit * m + log(total); if EXACT, the residual too. Returns what to divide O by.
 
@@ -70,7 +71,7 @@ def store_logsumexp(
     lse = tl.fma(m, unit, log)
     of_empty: tl.constexpr = -float("inf") if SPLIT else float("inf")
     tl.store(lse_ptr + rows, tl.where(empty, of_empty, lse), mask=in_range)
-    if EXACT:
+    if form.EXACT:
         # The fma subtracts before it rounds: m * unit, rounded by itself, has lost what is asked for.
         residual = tl.where(empty, 0.0, tl.fma(m, unit, -lse) + log)
         tl.store(residual_ptr + rows, residual, mask=in_range)
@@ -87,29 +88,25 @@ def attend(
     keys,
     scale_log2,
     MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    constants: tl.constexpr,
+    form: tl.constexpr,
 ):
     """Online softmax over the key tiles in [first_key, last_key). state: (acc, total, m)."""
-    BLOCK_N: tl.constexpr = constants[3]
-    PRECISION: tl.constexpr = constants[5]
-    CHUNK: tl.constexpr = constants[6]
+    BLOCK_N: tl.constexpr = form.BLOCK_N
     acc, total, m = state
     k_src, v_src = sources
     first_key, last_key, n_keys = keys
     # What LLVM would move out of the loop are addresses: of split operands nearly a hundred registers.
-    KEEP: tl.constexpr = CHUNK > 0 or PRECISION == "bf16x3"
+    KEEP: tl.constexpr = form.CHUNK > 0 or form.PRECISION == "bf16x3"
     for start in tl.range(first_key, last_key, BLOCK_N, disable_licm=KEEP):
-        k = load_tile(k_src, head, start, n_keys, BLOCK_N, constants)
-        s = dot_transposed(q_rows, (k, k_src, start, n_keys), head, True, constants)
+        k = load_tile(k_src, head, start, n_keys, BLOCK_N, form)
+        s = dot_transposed(q_rows, (k, k_src, start, n_keys), head, True, form)
         if MASKED:
-            s = mask_scores(s, queries, start, n_keys, BLOCK_N, CAUSAL)
-        # "tf32" stands for all that rounds in the matmul: 16 bits come with it, too.
-        p, correction, m = softmax_step(s, m, scale_log2, PRECISION != "tf32")
+            s = mask_scores(s, queries, start, n_keys, form)
+        p, correction, m = softmax_step(s, m, scale_log2, form)
         total = total * correction + tl.sum(p, 1)
         acc = acc * correction[:, None]
-        v = load_tile(v_src, head, start, n_keys, BLOCK_N, constants)
-        acc = dot(operand(p, v, PRECISION), v, acc, PRECISION)
+        v = load_tile(v_src, head, start, n_keys, BLOCK_N, form)
+        acc = dot(operand(p, v, form), v, acc, form)
     return acc, total, m
 
 
@@ -129,50 +126,39 @@ def forward_kernel(
     split_size,
     scale,
     scale_log2,
-    CAUSAL: tl.constexpr,
-    EVEN_KEYS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr,
+    form: tl.constexpr,
 ):
     """O (batch, heads, n_queries, d), L and, if EXACT, its residual (batch * heads, n_queries).
 
     Grid: (query tiles * batch * heads, splits). With SPLIT a program has split_size keys, and writes into
     (splits, batch, heads, n_queries, d) and (splits, batch * heads, n_queries), for merge_kernel.
     """
-    constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
+    D: tl.constexpr = form.D
+    BLOCK_D: tl.constexpr = form.BLOCK_D
+    BLOCK_M: tl.constexpr = form.BLOCK_M
+    CAUSAL: tl.constexpr = form.CAUSAL
+    SPLIT: tl.constexpr = form.SPLIT
     place = program_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
     head = (place[2], place[3], n_heads)
 
     first_query = place[0] * BLOCK_M
     queries = first_query + tl.arange(0, BLOCK_M)
-    q = load_tile(q_src, head, first_query, n_queries, BLOCK_M, constants)
+    q = load_tile(q_src, head, first_query, n_queries, BLOCK_M, form)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     # Not from minus infinity: see LOWEST.
     m = tl.full([BLOCK_M], LOWEST, tl.float32)
 
-    first, unmasked, last = key_range(
-        first_query, n_keys, split_size, BLOCK_M, BLOCK_N, CAUSAL, SPLIT
-    )
+    first, unmasked, last = key_range(first_query, n_keys, split_size, form)
     q_rows = (q, q_src, first_query, n_queries)
     sources = (k_src, v_src)
     state = (acc, total, m)
     keys = (first, unmasked, n_keys)
-    state = attend(
-        state, q_rows, sources, head, queries, keys, scale_log2, False, CAUSAL, constants
-    )
+    state = attend(state, q_rows, sources, head, queries, keys, scale_log2, False, form)
     # The last tiles alone have hidden keys, and pay for a mask.
-    if CAUSAL or not EVEN_KEYS:
+    if CAUSAL or not form.EVEN_KEYS:
         keys = (unmasked, last, n_keys)
-        state = attend(
-            state, q_rows, sources, head, queries, keys, scale_log2, True, CAUSAL, constants
-        )
+        state = attend(state, q_rows, sources, head, queries, keys, scale_log2, True, form)
     acc, total, m = state
 
     in_range = queries < n_queries
@@ -183,9 +169,8 @@ def forward_kernel(
         residual_ptr += tl.program_id(1) * all_queries
         o_ptr += (tl.program_id(1) * all_queries).to(tl.int64) * D
     lse_rows = place[1].to(tl.int64) * n_queries + queries
-    EXACT: tl.constexpr = PRECISION != "tf32"
-    unit = scale if EXACT else LN2
-    total = store_logsumexp(lse_ptr, residual_ptr, lse_rows, in_range, m, unit, total, EXACT, SPLIT)
+    unit = scale if form.EXACT else LN2
+    total = store_logsumexp(lse_ptr, residual_ptr, lse_rows, in_range, m, unit, total, SPLIT, form)
     store_tile(o_ptr, o_strides, place, queries, in_range, acc / total[:, None], D)
 
 
@@ -203,26 +188,23 @@ def merge_kernel(
     n_keys,
     all_queries,
     split_size,
-    CAUSAL: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
+    form: tl.constexpr,
 ):
     """O, L and its residual of those of the splits: by the online softmax, of which each split is one step.
 
     BLOCK_M: of the kernel that wrote the splits; a multiple of ROWS. Grid: (tiles of ROWS * batch * heads,).
     """
+    D: tl.constexpr = form.D
+    BLOCK_D: tl.constexpr = form.BLOCK_D
     place = program_tile(tl.program_id(0), n_queries, n_heads, ROWS, False)
     queries = place[0] * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
     in_range = queries < n_queries
     inside = in_range[:, None] & (dims[None, :] < D)
-    first_query = place[0] * ROWS // BLOCK_M * BLOCK_M
-    _, _, last_key = key_range(first_query, n_keys, split_size, BLOCK_M, 1, CAUSAL, False)
+    first_query = place[0] * ROWS // form.BLOCK_M * form.BLOCK_M
+    last_key = last_key_of(first_query, n_keys, form)
     rows = place[1].to(tl.int64) * n_queries + queries
-    EXACT: tl.constexpr = PRECISION != "tf32"
     lse_tile = split_lse_ptr + rows
     residual_tile = split_residual_ptr + rows
     o_tile = split_o_ptr + rows[:, None] * D + dims[None, :]
@@ -232,7 +214,7 @@ def merge_kernel(
     m = tl.full([ROWS], LOWEST, tl.float32)
     # Stages: two splits are being loaded while one is added, which takes a fraction of their latency.
     for _ in tl.range(0, tl.cdiv(last_key, split_size), num_stages=3):
-        lse, residual = load_logsumexp(lse_tile, residual_tile, in_range, EXACT)
+        lse, residual = load_logsumexp(lse_tile, residual_tile, in_range, form)
         m_new = tl.maximum(m, lse)
         weight = tl.exp(lse - m_new + residual)
         correction = tl.exp(m - m_new)
@@ -242,5 +224,5 @@ def merge_kernel(
         lse_tile += stride
         residual_tile += stride
         o_tile += stride * D
-    total = store_logsumexp(lse_ptr, residual_ptr, rows, in_range, m, 1.0, total, EXACT, False)
+    total = store_logsumexp(lse_ptr, residual_ptr, rows, in_range, m, 1.0, total, False, form)
     store_tile(o_ptr, o_strides, place, queries, in_range, acc / total[:, None], D)
