@@ -12,7 +12,11 @@ from cs336_systems.checks.exercise import step
 from cs336_systems.checks.fsdp_checks import check_fsdp
 from cs336_systems.checks.ring_checks import check_ring, run_ring
 from cs336_systems.checks.sharded_optimizer_checks import check_sharded_optimizer
-from cs336_systems.checks.tensor_parallel_checks import check_tensor_parallel
+from cs336_systems.checks.tensor_parallel_checks import (
+    check_gather_linear,
+    check_sums,
+    check_tensor_parallel,
+)
 from cs336_systems.kernels import HAS_TRITON
 
 if HAS_TRITON:
