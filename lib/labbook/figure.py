@@ -52,13 +52,6 @@ class Chart(Figure):
             self._png = buffer.getvalue()
         return self._png
 
-    def svg(self) -> bytes:
-        """The same picture as vectors, its text as outlines."""
-        buffer = io.BytesIO()
-        with in_style():
-            self.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-        return buffer.getvalue()
-
     def _ipython_display_(self) -> None:
         # The text stands for the picture where notebooks are compared: it says nothing that could change.
         bundle = {"image/png": self.png(), "text/plain": "<figure>"}

@@ -105,14 +105,13 @@ class Page:
             print(f"{left_out} of {len(cases)} cases are on record, measured by this code")
 
     def figure(self, figure: Any, stem: str, *, here: bool = False) -> Any:
-        """Write a figure to `figures/<machine>/<slug>/<stem>.png` and `.svg`, and hand it back to be shown.
+        """Write a figure to `figures/<machine>/<slug>/<stem>.png`, and hand it back to be shown.
 
         here: not of the reference's rows, but of this machine's, or of values computed on the spot.
         """
         machine = self.card.slug if here else self.reference
         folder = make_folder(figures_dir() / machine / self.slug)
         write_atomically(folder / f"{stem}.png", figure.png())
-        write_atomically(folder / f"{stem}.svg", figure.svg())
         return figure
 
     def here(self, text: str = "") -> None:
