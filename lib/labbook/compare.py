@@ -10,14 +10,11 @@ from labbook.schema import schema
 
 def key_columns(frame: pd.DataFrame) -> list[str]:
     """The columns that say what was measured and where, as opposed to what came out."""
-    keys = set(schema().keys)
-    values = set(schema().values) | {"status", "reason", "run"}
-    columns = []
-    for name in frame:
-        is_value = name in values or _is_value(frame[name])
-        if name in keys or not is_value:
-            columns.append(name)
-    return columns
+    keys = schema().keys
+    values = schema().values | {"status", "reason", "run"}
+    return [
+        name for name in frame if name in keys or not (name in values or _is_value(frame[name]))
+    ]
 
 
 def _is_value(column: pd.Series) -> bool:

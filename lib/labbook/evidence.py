@@ -1,6 +1,5 @@
-"""What stands behind a notebook's rows: the code of its running cell, its run, and the runs on record."""
+"""Rows on record: which are of today's code, and which cases they spare."""
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
@@ -11,53 +10,28 @@ import torch
 
 from labbook import code
 from labbook.machine import gpu_of
-from labbook.rows import load_rows, run_counts
-from labbook.runs import Record, Run, load_run
-from labbook.schema import schema
+from labbook.rows import run_counts
+from labbook.runs import Record, load_run
 
 
-class Evidence:
-    """Asked once a cell which rows it need not measure again, and by each save which code measured.
+def age(slug: str, machine: str) -> str:
+    """How many of a machine's rows are of today's code, and what the others are; "" without rows."""
+    counts: Counter[str] = Counter()
+    for name, count in run_counts(slug, machine).items():
+        counts[reason_old(load_run(machine, name)) or "of today's code"] += count
+    parts = [f"{count:,} {reason}" for reason, count in counts.most_common()]
+    return f"rows of {machine}: {'; '.join(parts)}" if parts else ""
 
-    slug, machine: of the problem, of this machine. namespace: `globals()` of the notebook.
-    """
 
-    def __init__(self, slug: str, machine: str, namespace: Mapping[str, Any]) -> None:
-        self._slug = slug
-        self._machine = machine
-        self._cells: list[str] = namespace.get("In", [])  # IPython's; it grows with every cell
-        _, self._names = code.code_cells(code.notebook_of(slug))
-        parameters = {name: namespace[name] for name in sorted(self._names) if name in namespace}
-        self.run = Run(slug, machine, parameters, self.code)
-
-    def code(self) -> dict[str, str]:
-        """The hashes of what the running cell saves (see `labbook.code`); none outside of IPython."""
-        return code.of_cells(self._cells, self._names) if self._cells else {}
-
-    def rows(self, table: str) -> pd.DataFrame:
-        """This machine's rows that the code of the running cell measured."""
-        return rows_of(self.code(), load_rows(self._slug, self._machine, table), self._machine)
-
-    def measured(self, table: str, steps: int) -> Callable[[Mapping[str, Any]], bool]:
-        """Tells of a case whether it need not be measured again; none with $LABBOOK_AGAIN set."""
-        if os.environ.get("LABBOOK_AGAIN"):
-            return lambda case: False
-        keys = schema().tables[table].keys
-        rows = self.rows(table)
-        rows = rows[rows["status"] == "ok"]  # memory may be free now, a compiler installed
-        if "steps" in rows:
-            rows = rows[rows["steps"].fillna(steps) >= steps]
-        points = {_point(row, keys) for row in rows.to_dict("records")}
-        return lambda case: _point(case, keys) in points
-
-    def age(self, machine: str) -> str:
-        """How many of a machine's rows are of today's code, and what the others are; "" without rows."""
-        counts: Counter[str] = Counter()
-        for name, count in run_counts(self._slug, machine).items():
-            reason = reason_old(load_run(machine, name))
-            counts[reason or "of today's code"] += count
-        parts = [f"{count:,} {reason}" for reason, count in counts.most_common()]
-        return f"rows of {machine}: {'; '.join(parts)}" if parts else ""
+def measured(
+    rows: pd.DataFrame, keys: Iterable[str], steps: int
+) -> Callable[[Mapping[str, Any]], bool]:
+    """Tells of a case whether one of the rows has it, so that it need not be measured again."""
+    rows = rows[rows["status"] == "ok"]  # memory may be free now, a compiler installed
+    if "steps" in rows:
+        rows = rows[rows["steps"].fillna(steps) >= steps]
+    points = {_point(row, keys) for row in rows.to_dict("records")}
+    return lambda case: _point(case, keys) in points
 
 
 def _point(row: Mapping[str, Any], keys: Iterable[str]) -> tuple:

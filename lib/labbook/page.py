@@ -1,20 +1,22 @@
 """What every notebook starts from: its parameters checked, this machine's card, its rows and its figures."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 from IPython import display
 
-from labbook import bench
+from labbook import bench, code, evidence
 from labbook.book.notebooks import check_parameters
 from labbook.compare import beside_published
-from labbook.evidence import Evidence
 from labbook.files import figures_dir, make_folder, write_atomically
 from labbook.labels import column_label, significant, value_label, with_derived
 from labbook.machine import MachineCard, load_card, machine_card
 from labbook.project import project
 from labbook.rows import load_rows, published, save_rows
+from labbook.runs import Run
+from labbook.schema import schema
 from labbook.tables import row_lines, show
 
 
@@ -37,13 +39,15 @@ class Page:
         self.card: MachineCard = machine_card(self.device, slug in project().several)
         self.reference: str = parameters.get("reference") or project().reference or self.card.slug
         self.reference_card: MachineCard = load_card(self.reference)
-        self.evidence = Evidence(slug, self.card.slug, parameters)
-        self.run = self.evidence.run
+        self._cells: list[str] = parameters.get("In", [])  # IPython's; it grows with every cell
+        _, self._names = code.code_cells(code.notebook_of(slug))
+        given = {name: parameters[name] for name in sorted(self._names) if name in parameters}
+        self.run = Run(slug, self.card.slug, given, self._code)
         self._printed: set[str] = set()
         self._print(self.card.line())
         machines = {self.reference} | set(project().committed)
         for machine in sorted(machines):
-            self._print(self.evidence.age(machine))
+            self._print(evidence.age(slug, machine))
 
     def reference_rows(
         self, table: str, slug: str | None = None, machine: str | None = None
@@ -56,7 +60,7 @@ class Page:
 
     def rows(self, table: str, slug: str | None = None) -> pd.DataFrame:
         """The rows of a table on this machine, of another notebook's problem if a slug is given."""
-        return with_derived(load_rows(slug or self.slug, self.card.slug, table))
+        return self.reference_rows(table, slug, self.card.slug)
 
     def beside_published(
         self, table: str | pd.DataFrame, keys: Sequence[str], value: str, rows: pd.DataFrame
@@ -93,7 +97,8 @@ class Page:
         was interrupted continues; with $LABBOOK_AGAIN set none is.
         """
         cases = list(cases)
-        is_measured = self.evidence.measured(table, options.get("steps", 0))
+        rows = self.on_record(table)
+        is_measured = evidence.measured(rows, schema().tables[table].keys, options.get("steps", 0))
         options |= {"kept": is_measured, "device": self.device}
         for rows in bench.measure(cases, setup, **options):
             for row in rows:
@@ -103,6 +108,15 @@ class Page:
         left_out = sum(map(is_measured, cases))
         if left_out:
             print(f"{left_out} of {len(cases)} cases are on record, measured by this code")
+
+    def on_record(self, table: str) -> pd.DataFrame:
+        """This machine's rows that the code of the running cell measured; none with $LABBOOK_AGAIN set."""
+        now = {} if os.environ.get("LABBOOK_AGAIN") else self._code()
+        return evidence.rows_of(now, self.rows(table), self.card.slug)
+
+    def _code(self) -> dict[str, str]:
+        """The hashes of what the running cell saves (see `labbook.code`); none outside of IPython."""
+        return code.of_cells(self._cells, self._names) if self._cells else {}
 
     def figure(self, figure: Any, stem: str, *, here: bool = False) -> Any:
         """Write a figure to `figures/<machine>/<slug>/<stem>.png`, and hand it back to be shown.

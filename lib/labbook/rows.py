@@ -8,7 +8,6 @@ import csv
 import io
 import math
 import numbers
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -195,10 +194,6 @@ def _stored(column: str, kind: str, value: Any) -> int | float | str | bool | No
 
 def _file(machine: str, slug: str, table: str) -> Path:
     """The file of a table, in a folder of figures."""
-    for folder, name in (("machine", machine), ("slug", slug)):
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            allowed = "letters, digits, '.', '_' and '-'"
-            raise ValueError(f"{folder} {name!r} cannot name a folder; allowed: {allowed}")
     tables = schema().tables
     if table not in tables:
         raise ValueError(f"unknown table {table!r}; allowed: {', '.join(tables)}")

@@ -80,7 +80,7 @@ class Run:
             **machine.versions(),
         )
         record.settings = _settings()
-        record.commit = os.environ.get("LABBOOK_COMMIT") or git_commit(project().root)
+        record.commit = git_commit(project().root)
         record.measured_at = [machine.now()]
         record.parameters = dict(self.parameters)
         if record.gpu != "none" and torch.cuda.is_available():

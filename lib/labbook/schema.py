@@ -34,16 +34,14 @@ class Schema:
     columns: dict[str, str]
 
     @cached_property
-    def keys(self) -> list[str]:
+    def keys(self) -> set[str]:
         """The key columns of any table."""
-        names = (name for table in self.tables.values() for name in table.keys)
-        return list(dict.fromkeys(names))
+        return set().union(*(table.keys for table in self.tables.values()))
 
     @cached_property
-    def values(self) -> list[str]:
+    def values(self) -> set[str]:
         """The value columns of any table."""
-        names = (name for table in self.tables.values() for name in table.values)
-        return list(dict.fromkeys(names))
+        return set().union(*(table.values for table in self.tables.values()))
 
 
 def schema() -> Schema:

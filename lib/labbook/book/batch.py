@@ -7,7 +7,7 @@ import hashlib
 import importlib.metadata
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -70,7 +70,7 @@ def jobs(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
 
     profile: one of PROFILES.
     only: the notebooks to keep, as `resolve` takes them; what the profile lacks runs with defaults.
-    overrides: "name=value", for every notebook that has the parameter; a name given twice is a grid.
+    overrides: "name=value", for every notebook that has the parameter.
     Raises BatchError: a line for each unknown notebook or parameter and wrong value, naming what is allowed.
     """
     parameters = load_notebooks()
@@ -84,21 +84,20 @@ def jobs(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
         entries = [entry for entry in entries if entry[0] in kept]
         has_entry = {name for name, _ in entries}
         entries += [(name, {}) for name in kept if name not in has_entry]
-    grid = _overriding(overrides, {name for name, _ in entries}, parameters)
+    overriding = _overriding(overrides, {name for name, _ in entries}, parameters)
     by_name: dict[str, Job] = {}
     errors: list[str] = []
     for name, texts in entries:
         known = parameters[name]
-        for point in _points({key: grid[key] for key in grid if key in known}):
-            given = texts | point
-            values = {
-                key: convert(known[key].default, text) if key in known else text
-                for key, text in given.items()
-            }
-            job = Job(notebooks.folder() / f"{name}.ipynb", values)
-            by_name.setdefault(job.name, job)
-            sentences = parameter_errors(known, values, name.partition("_")[2])
-            errors += [f"{name}: {error}" for error in sentences]
+        given = texts | {key: text for key, text in overriding.items() if key in known}
+        values = {
+            key: convert(known[key].default, text) if key in known else text
+            for key, text in given.items()
+        }
+        job = Job(notebooks.folder() / f"{name}.ipynb", values)
+        by_name[job.name] = job
+        sentences = parameter_errors(known, values, name.partition("_")[2])
+        errors += [f"{name}: {error}" for error in sentences]
     if errors:
         raise BatchError("\n".join(dict.fromkeys(errors)))
     return list(by_name.values())
@@ -114,8 +113,9 @@ def _entries(profile: str, profiles: Mapping[str, Any]) -> Iterator[tuple[str, d
             case {"profile": str(other)}:
                 yield from _entries(other, others)
             case {"notebook": str(name)} if entry.keys() <= {"notebook", "parameters", "grid"}:
-                for point in _points(entry.get("grid", {})):
-                    yield name, entry.get("parameters", {}) | point
+                grid = entry.get("grid", {})
+                for point in product(*grid.values()):  # one empty point without a grid
+                    yield name, entry.get("parameters", {}) | dict(zip(grid, point, strict=True))
             case _:
                 allowed = "notebook with parameters (a value each) and grid (a list each)"
                 raise BatchError(
@@ -125,21 +125,16 @@ def _entries(profile: str, profiles: Mapping[str, Any]) -> Iterator[tuple[str, d
 
 def _overriding(
     overrides: Sequence[str], names: set[str], parameters: Mapping[str, Mapping[str, Parameter]]
-) -> dict[str, list[str]]:
-    """The grid that "name=value"s make, for notebooks of these names."""
+) -> dict[str, str]:
+    """What "name=value"s set, in notebooks of these names."""
     known = sorted({parameter for name in names for parameter in parameters[name]})
-    grid: dict[str, list[str]] = {}
+    values = {}
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals or name not in known:
             raise BatchError(f"-p {override}: {unknown('parameter', name, known)}")
-        grid.setdefault(name, []).append(text)
-    return grid
-
-
-def _points(grid: Mapping[str, list]) -> Iterable[dict[str, Any]]:
-    """Every combination, the last name varying fastest; no names give one empty combination."""
-    return (dict(zip(grid, point, strict=True)) for point in product(*grid.values()))
+        values[name] = text
+    return values
 
 
 def run_batch(jobs: Sequence[Job], folder: Path, *, force: bool = False) -> list[Outcome]:

@@ -59,8 +59,7 @@ def _add_run_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--profile", choices=batch.PROFILES, help="default: what this machine has")
     add("--only", nargs="+", default=[], metavar="NOTEBOOK", help="number, slug or name")
-    several = "for every notebook that has it; the same name again makes a grid"
-    add("-p", action="append", default=[], metavar="NAME=VALUE", help=several)
+    add("-p", action="append", default=[], metavar="NAME=VALUE", help="where a notebook has it")
     add("--force", action="store_true", help="execute also what is done and unchanged")
     cluster = "submit to it, and wait; SBATCH_PARTITION etc. as usual"
     add("--cluster", choices=["slurm"], help=cluster)

@@ -214,12 +214,10 @@ def sum_of_rooflines_ms(
     operations: what `operations_of` returned.
     matmul_tflops, copy_gbps: rates, as on a machine's card.
     """
-    total_ms = 0.0
-    for operation in operations:
-        compute_ms = operation.flops / matmul_tflops / 1e9
-        memory_ms = operation.bytes_moved / copy_gbps / 1e6
-        total_ms += max(compute_ms, memory_ms)
-    return total_ms
+    return sum(
+        max(operation.flops / matmul_tflops / 1e9, operation.bytes_moved / copy_gbps / 1e6)
+        for operation in operations
+    )
 
 
 def _sizes(tree: Any) -> Counter[int]:

@@ -84,16 +84,16 @@ def test_rows_of_the_running_cell_are_on_record_until_it_changes():
     executed = ["", "value = 3", SAVING]
     page = Page(SLUG, {"value": 0.01, "In": executed})
     page.save([ROW], "accumulation")
-    assert len(page.evidence.rows("accumulation")) == 1
+    assert len(page.on_record("accumulation")) == 1
     record = runs.load_run(page.card.slug, page.run.name)
     assert record.parameters == {"value": 0.01}
     assert "cs336_systems/training/steps.py" in record.code
     executed.append("value = 4")
-    assert len(page.evidence.rows("accumulation")) == 0, "it saves nothing"
+    assert len(page.on_record("accumulation")) == 0, "it saves nothing"
     executed.append(SAVING)
-    assert len(page.evidence.rows("accumulation")) == 1, "a parameter is no code"
+    assert len(page.on_record("accumulation")) == 1, "a parameter is no code"
     executed.append(SAVING.replace("choose(rows)", "choose(rows[:1])"))
-    assert len(page.evidence.rows("accumulation")) == 0
+    assert len(page.on_record("accumulation")) == 0
 
 
 def test_a_sweep_continues_after_the_cases_on_record_and_measures_them_again_where_it_must(
