@@ -166,22 +166,19 @@ def of_notebook(number: str) -> list[int]:
     return [of_kind(name, number).tokens for name in KINDS]
 
 
-def lowered() -> dict[str, dict]:
-    """The limits, each as low as what there is; none is higher than before."""
-    before = limits()
-    of_totals = {
-        name: [min(limit, rounded_up(totals()[name])), target]
-        for name, (limit, target) in before["totals"].items()
+def counted() -> dict[str, dict]:
+    """What there is, as the limits have it."""
+    return {
+        "totals": {name: [rounded_up(number)] for name, number in totals().items()},
+        "rooms": {name: [room.tokens, rounded_up(room.density)] for name, room in rooms().items()},
+        "notebooks": {number: of_notebook(number) for number, _, _ in code_cells()},
     }
-    of_rooms = {
-        room: [min(tokens, rooms()[room].tokens), min(density, rounded_up(rooms()[room].density))]
-        for room, (tokens, density) in before["rooms"].items()
-    }
-    of_notebooks = {}
-    for number, (*tokens, target) in before["notebooks"].items():
-        counted = of_notebook(number)
-        of_notebooks[number] = [min(pair) for pair in zip(tokens, counted, strict=True)] + [target]
-    return {"totals": of_totals, "rooms": of_rooms, "notebooks": of_notebooks}
+
+
+def lowered(before: list, now: list) -> list:
+    """Limits as low as what there is, none higher than before; a target follows them."""
+    pairs = zip(before, now, strict=False)
+    return list(map(min, pairs)) + before[len(now) :]
 
 
 def rounded_up(number: float) -> float:
@@ -191,5 +188,10 @@ def rounded_up(number: float) -> float:
 
 if __name__ == "__main__":
     comment = "".join(line for line in LIMITS.open(encoding="utf-8") if line.startswith("#"))
-    text = yaml.safe_dump(lowered(), sort_keys=False, default_flow_style=None, width=100)
+    now = counted()
+    lower = {
+        part: {name: lowered(before, now[part][name]) for name, before in of_part.items()}
+        for part, of_part in limits().items()
+    }
+    text = yaml.safe_dump(lower, sort_keys=False, default_flow_style=None, width=100)
     LIMITS.write_text(comment + text, encoding="utf-8")

@@ -14,34 +14,27 @@ def greet(name: str) -> str:
 STARRED = "f(*a, **b)\nx, *y = a\n[*a, 1]\n(*a,)\n{**b}\n{*a}"
 
 
-@pytest.mark.parametrize("name", LIMITS["totals"])
-def test_totals(name):
-    limit, target = LIMITS["totals"][name]
-    lists = {"long statements": long_statements, "starred displays": starred_displays}
-    places = budgets.places(lists[name]) if name in lists else ""
-    assert budgets.totals()[name] <= limit, f"{name}: {places}; target {target}"
+LISTS = {"long statements": long_statements, "starred displays": starred_displays}
 
 
-@pytest.mark.parametrize("room", LIMITS["rooms"])
-def test_rooms(room):
-    counted = budgets.rooms()[room]
-    tokens, density = LIMITS["rooms"][room]
-    assert counted.tokens <= tokens
-    assert counted.density <= density
+@pytest.fixture(scope="module")
+def counted():
+    return budgets.counted()
 
 
-@pytest.mark.parametrize("number", LIMITS["notebooks"])
-def test_notebooks(number):
-    *limits, target = LIMITS["notebooks"][number]
-    counted = dict(zip(budgets.KINDS, budgets.of_notebook(number), strict=True))
-    excess = {kind for kind, limit in zip(counted, limits, strict=True) if counted[kind] > limit}
-    assert not excess, f"{counted}; limits {limits}, target of all {target}"
+@pytest.mark.parametrize(
+    ("part", "name"), [(part, name) for part, names in LIMITS.items() for name in names]
+)
+def test_there_is_no_more_than_its_limit(counted, part, name):
+    now = counted[part][name]
+    places = budgets.places(LISTS[name]) if name in LISTS else ""
+    limits = LIMITS[part][name]
+    assert budgets.lowered(now, limits) == now, f"limits and target: {limits} {places}"
 
 
-def test_everything_has_a_limit():
-    assert set(LIMITS["totals"]) == set(budgets.totals())
-    assert set(LIMITS["rooms"]) == set(budgets.rooms())
-    assert set(LIMITS["notebooks"]) == {number for number, _, _ in budgets.code_cells()}
+@pytest.mark.parametrize("part", LIMITS)
+def test_everything_has_a_limit(counted, part):
+    assert LIMITS[part].keys() == counted[part].keys()
 
 
 @pytest.mark.parametrize(

@@ -137,17 +137,6 @@ def test_a_model_can_be_built_in_another_type():
         assert model(some_tokens()).dtype == dtype
 
 
-def test_compiles_into_one_graph():
-    # The graph is what breaks or not; backend "eager" takes it as it is, and generates no code.
-    model = a_model(num_layers=1)
-    tokens = some_tokens()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_close(compiled(tokens), model(tokens), rtol=1e-2, atol=2e-2)
-    cross_entropy(compiled(tokens), tokens).backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
 def test_a_meta_model_costs_nothing_and_is_filled_later():
     """By drawing or by given weights; the rotary tables are not among them."""
     direct = a_model()

@@ -14,12 +14,14 @@ TRITON_PTXAS_BLACKWELL_PATH, names another assembler.
 Sizes are small, for the sanitizer. Its racecheck names two things that are no races: Triton's hand-over to
 warps with roles, in Hopper's forward and backward, which barriers of the whole block order; and in the
 forward the next item's store and load, which an mbarrier orders, and racecheck does not know those.
-Exit code 1: results differ or are wrong, or other kernels ran than CASES says.
+Exit code 1: results differ or are wrong, or other kernels ran than races.csv says.
 """
 
 import argparse
 import sys
+from pathlib import Path
 
+import pandas as pd
 import torch
 import triton
 from triton.backends.nvidia.compiler import get_ptxas
@@ -31,84 +33,22 @@ from cs336_systems.attention.launcher import Launcher, contiguous, tuning_for
 from cs336_systems.attention.tiles import Tuning
 from cs336_systems.checks import AttentionCase, check_attention
 
-BF16 = torch.bfloat16
-FP16 = torch.float16
-FP32 = torch.float32
-HOPPER = "hopper_forward 128x128 persistent, hopper_backward"
-BF16X3 = "bf16x3_forward, bf16x3_dq, bf16x3_dkdv"
-# Name, heads, queries, keys, d, causal; dtype; and the kernels that run it on a Hopper GPU of 132 SMs.
-CASES = [
-    (
-        AttentionCase("short", (180,), 250, 250, 64, True),
-        BF16,
-        "hopper_forward 64x64 persistent, dq, dkdv",
-    ),
-    (
-        AttentionCase("wide", (120,), 250, 250, 128, True),
-        BF16,
-        "hopper_forward 128x128 persistent, dq, dkdv",
-    ),
-    (
-        AttentionCase("full", (60,), 768, 1152, 64, False),
-        BF16,
-        "hopper_forward 192x128 persistent, hopper_backward",
-    ),
-    (
-        AttentionCase("ragged", (60,), 768, 1100, 64, False),
-        BF16,
-        "hopper_forward 192x128, hopper_backward",
-    ),
-    (
-        AttentionCase("wide, full", (60,), 520, 640, 128, False),
-        BF16,
-        HOPPER,
-    ),
-    (
-        AttentionCase("wide, causal", (40,), 1030, 400, 128, True),
-        FP16,
-        HOPPER,
-    ),
-    (
-        AttentionCase("narrow", (45,), 1030, 400, 16, True),
-        FP16,
-        "hopper_forward 64x64 persistent, hopper_backward",
-    ),
-    (
-        AttentionCase("few", (40,), 200, 200, 64, False),
-        BF16,
-        "hopper_forward 64x128, dq, dkdv",
-    ),
-    (
-        AttentionCase("fewer", (2,), 300, 300, 128, True),
-        BF16,
-        "hopper_forward 64x128, backward",
-    ),
-    (
-        AttentionCase("one tile or two", (116,), 320, 320, 64, True),
-        BF16,
-        "hopper_forward 192x128 persistent, dq, dkdv",
-    ),
-    (
-        AttentionCase("float32, wide", (12,), 520, 530, 128, True),
-        FP32,
-        BF16X3,
-    ),
-    (
-        AttentionCase("float32, full", (12,), 520, 530, 64, False),
-        FP32,
-        BF16X3,
-    ),
-    (
-        AttentionCase("float32, split", (2,), 1100, 1100, 64, True),
-        FP32,
-        BF16X3,
-    ),
-    (
-        AttentionCase("float32, short", (2,), 300, 300, 64, True),
-        FP32,
-        "forward, backward",
-    ),
-]
+
+def rows_of(name: str) -> list[dict]:
+    """Rows of a table of cases; leading dimensions stand in one cell."""
+    table = pd.read_csv(Path(__file__).with_name(name), comment="#", dtype={"leading": str})
+    rows = table.fillna({"leading": ""}).to_dict("records")
+    for row in rows:
+        row["leading"] = tuple(map(int, row["leading"].split()))
+    return rows
+
+
+# The case, its dtype, and the kernels that run it.
+CASES = []
+for row in rows_of("races.csv"):
+    dtype = getattr(torch, row.pop("dtype"))
+    kernels = row.pop("kernels")
+    CASES.append((AttentionCase(**row), dtype, kernels))
 
 
 def main() -> int:
@@ -150,7 +90,7 @@ def numbers_that_differ(case: AttentionCase, dtype: torch.dtype, times: int, bes
     q, k, v, _ = random_inputs(case, dtype)
     first = flash_forward(q, k, v, case.is_causal)
     differing = torch.zeros((), dtype=torch.int64, device="cuda")
-    a = torch.randn(2048, 2048, device="cuda", dtype=BF16)
+    a = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
     product = torch.empty_like(a)
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -165,7 +105,7 @@ def numbers_that_differ(case: AttentionCase, dtype: torch.dtype, times: int, bes
 
 
 def launched_of(case: AttentionCase, tuning: Tuning) -> str:
-    """By forward and backward, as CASES writes them."""
+    """By forward and backward, as races.csv writes them."""
     q, k = (contiguous(case.leading + (n, case.d)) for n in (case.n_queries, case.n_keys))
     forward = Launcher((q, k, k, q), tuning, case.is_causal).plan
     backward = Launcher((q, k, k, q, q, q, k, k), tuning, case.is_causal).plan

@@ -66,15 +66,6 @@ def test_tiles_go_from_large_to_small(kernel, precision):
         assert rows == sorted(set(rows), reverse=True), "else a later one never runs"
 
 
-@pytest.mark.parametrize("d", [16, 32, 64, 128, 256])
-def test_every_tile_of_ieee_runs_for_some_number_of_heads(d):
-    tuning = select_tuning(FP32, d, HOPPER, 132)
-    for kernel in tuning.tiles.keys() & set(KERNELS):
-        problems = [Problem(1, n, 300, 300, True, kernel != "forward") for n in (1, 5, 20, 30, 50)]
-        chosen = {choose(problem, tuning, (kernel,)).tiles[kernel] for problem in problems}
-        assert chosen == set(tuning.tiles[kernel])
-
-
 @pytest.mark.parametrize("gpu", [AMPERE, HOPPER, BLACKWELL])
 @pytest.mark.parametrize("d", [16, 32, 64, 128, 256])
 def test_the_kernels_of_one_head_size_round_scores_alike(d, gpu):
@@ -96,23 +87,19 @@ def test_what_is_chosen_has_a_tile_on_every_gpu(capability, d, dtype, tf32):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "d", "use_tma"),
+    ("gpu", "dtype", "d", "tf32", "use_tma"),
     [
-        (HOPPER, 256, True),
-        (AMPERE, 64, False),
-        (BLACKWELL, 128, True),
-        (BLACKWELL, 256, False),
-        ((12, 0), 64, False),
+        (HOPPER, BF16, 256, False, True),
+        (AMPERE, BF16, 64, False, False),
+        (BLACKWELL, BF16, 128, False, True),
+        (BLACKWELL, BF16, 256, False, False),
+        (HOPPER, FP32, 64, True, True),
+        (AMPERE, FP32, 64, True, False),
+        (HOPPER, FP32, 64, False, False),
     ],
 )
-def test_tma_loads_where_it_costs_no_registers(gpu, d, use_tma):
-    assert select_tuning(BF16, d, gpu, 132).use_tma == use_tma
-
-
-def test_tma_loads_float32_for_hoppers_tf32_alone():
-    by_tma = {gpu: select_tuning(FP32, 64, gpu, 132, True).use_tma for gpu in (HOPPER, AMPERE)}
-    assert by_tma == {HOPPER: True, AMPERE: False}
-    assert not select_tuning(FP32, 64, HOPPER, 132).use_tma
+def test_tma_loads_where_it_costs_no_registers(gpu, dtype, d, tf32, use_tma):
+    assert select_tuning(dtype, d, gpu, 132, tf32).use_tma == use_tma
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,6 @@ SMALL = [
     (rms_norm_kernels, "TILE", 256, (43, 20)),
     (rms_norm_kernels, "TILE", 256, (5, 5000)),
     (weighted_sum_kernels, "MOST_PARTIALS", 7, (43, 512)),
-    (weighted_sum_kernels, "MOST_PARTIALS", 4, (43, 512)),
     (weighted_sum_kernels, "MOST_PARTIALS", 2, (43, 512)),
 ]
 

@@ -48,13 +48,16 @@ def test_cases_that_differ_in_their_pass_share_one_set_up_and_get_a_row_each():
     def setup(case):
         set_up.append(case.size)
         assert switched_on == [case.size]
-        backward = Step(time.sleep, prepare=lambda: 0.05, values=lambda: {"saved_mib": case.size})
+        saved = {"saved_mib": case.size}
+        backward = Step(time.sleep, prepare=lambda: 0.05, values=lambda: saved)
         return {"forward": Step(list), "backward": backward}
 
-    rows = in_process(grid(size=[1, 2], pass_=["forward", "backward"]), setup, around=around)
-    assert (switched_on, set_up) == ([], [1, 2])
+    cases = grid(size=[1, 2], pass_=["forward", "backward"])
+    rows = in_process(cases, setup, around=around)
+    assert switched_on == []
+    assert set_up == [1, 2]
     forward, backward = rows[:2]
-    assert (backward["pass"], backward["saved_mib"], backward["steps"]) == ("backward", 1, 2)
+    assert backward.items() >= {"pass": "backward", "saved_mib": 1, "steps": 2}.items()
     assert "saved_mib" not in forward
     assert forward["p50_ms"] < backward["p50_ms"]
 

@@ -234,23 +234,6 @@ def test_a_file_that_is_newer_than_the_process_does_not_count_as_what_ran(copy, 
     assert code.changed(found, found)
 
 
-@pytest.mark.parametrize(
-    ("source", "looks_up", "binds"),
-    [
-        ("def f(y):\n    return factor + sum(factor for factor in y)", "factor sum", "f"),
-        ("for n in a:\n    b = n\n    b.append(lambda: n + c)", "a c", "n b"),
-        ("class A(B):\n    x = 1\n    y = x + z", "B z", "A"),
-        ("a = [b for b in c if (lambda d: d + e)(b)]", "c e", "a"),
-        ("a[0] += b.c", "a b", ""),
-    ],
-)
-def test_what_a_statement_looks_up_is_what_must_be_bound_before(source, looks_up, binds):
-    (node,) = code.ast.parse(source).body
-    statement = code.read(node)
-    assert statement.looks_up - {"__name__"} == set(looks_up.split())
-    assert statement.binds == set(binds.split())
-
-
 def test_the_reason_names_what_changed():
     before = {"cs336_systems/attention/launcher.py": "a", "cs336_systems/model.py": "b"}
     assert code.reason_changed(before, before | {"more": "d"}) == ""

@@ -6,15 +6,27 @@ from labbook.compare import beside_published
 
 
 def test_a_report_stands_beside_what_both_measured():
-    ours = pd.DataFrame({"d_head": [1, 2, 3], "p50_ms": [1.0, None, 1.0], "status": "ok"})
-    theirs = pd.DataFrame({"d_head": [1, 1, 2, 3, 4], "p50_ms": [3.0, 4.0, 5.0, None, 6.0]})
-    theirs["gpu"] = list("abcde")
+    rows = [(1, 1.0), (2, None), (3, 1.0)]
+    ours = pd.DataFrame(rows, columns=["d_head", "p50_ms"])
+    ours["status"] = "ok"
+    rows = [
+        (1, 3.0, "a"),
+        (1, 4.0, "b"),
+        (2, 5.0, "c"),
+        (3, None, "d"),
+        (4, 6.0, "e"),
+    ]
+    theirs = pd.DataFrame(rows, columns=["d_head", "p50_ms", "gpu"])
     both = beside_published(theirs, ours, ["d_head"], "p50_ms")
-    assert both.to_dict("split", index=False)["data"] == [[1, 3, 1, 3, "a"], [1, 4, 1, 4, "b"]]
+    first, second = both.to_numpy().tolist()
+    assert first == [1, 3, 1, 3, "a"]
+    assert second == [1, 4, 1, 4, "b"]
+    twice = ours.assign(d_head=[1, 1, 2])
     with pytest.raises(ValueError, match="2 rows share d_head=1"):
-        beside_published(theirs, ours.assign(d_head=[1, 1, 2]), ["d_head"], "p50_ms")
+        beside_published(theirs, twice, ["d_head"], "p50_ms")
 
 
 def test_rows_that_are_equal_are_refused_as_duplicates(rows):
+    twice = pd.concat([rows, rows])
     with pytest.raises(ValueError, match=r"context_length=256.* duplicates"):
-        compare.require_one_row_each(pd.concat([rows, rows]), "context_length", "implementation")
+        compare.require_one_row_each(twice, "context_length", "implementation")

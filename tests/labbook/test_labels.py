@@ -7,9 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.colors import to_rgb
 
-from labbook import labels
 from labbook.labels import (
-    Vocabulary,
     column_label,
     named_value,
     ordered,
@@ -64,9 +62,3 @@ def test_a_value_that_stands_alone_says_what_it_is():
         "causal",
         "not causal",
     ]
-
-
-def test_without_a_vocabulary_names_stand_for_themselves(monkeypatch):
-    monkeypatch.setattr(labels, "vocabulary", Vocabulary)
-    assert (column_label("p50_ms"), value_label("sdpa")) == ("p50 (ms)", "sdpa")
-    assert ordered(["forward", "backward"], "pass") == ["forward", "backward"]

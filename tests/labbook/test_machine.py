@@ -51,26 +51,24 @@ def test_the_card_describes_this_machine_and_nobody(measured_cards, figures):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "cpu", "cores", "slug"),
+    ("gpu", "cpu", "gpus", "slug"),
     [
-        ("NVIDIA H200", "", 16, "my-h200"),
-        ("NVIDIA A100-SXM4-80GB", "", 8, "a100"),
-        ("none", "Intel(R) Core(TM) i7-8650U CPU @ 1.90GHz", 8, "cpu-intel-core-i7-8650u-8-cores"),
-        ("none", "AMD EPYC 9654 96-Core Processor", 4, "cpu-amd-epyc-9654-4-cores"),
+        ("NVIDIA H200", "", 1, "my-h200"),
+        ("NVIDIA H200", "", 2, "my-h200-x2"),
+        ("NVIDIA H200", "", 4, "h200-x4"),
+        ("NVIDIA A100-SXM4-80GB", "", 1, "a100"),
+        ("none", "Intel(R) Core(TM) i7-8650U CPU @ 1.90GHz", 1, "cpu-intel-core-i7-8650u-8-cores"),
+        ("none", "AMD EPYC 9654 96-Core Processor", 1, "cpu-amd-epyc-9654-8-cores"),
     ],
 )
-def test_slugs(gpu, cpu, cores, slug, monkeypatch):
-    assert module.machine_slug(gpu, cpu, cores) == slug
-    monkeypatch.setenv("LABBOOK_REMEASURE", "h200")  # the reference, where that is asked for
-    assert module.machine_slug(gpu, cpu, cores) == slug.removeprefix("my-")
-
-
-@pytest.mark.parametrize(("gpus", "slug"), [(1, "my-h200"), (2, "my-h200-x2"), (4, "h200-x4")])
-def test_rows_of_several_processes_are_of_a_machine_with_so_many_gpus(gpus, slug, monkeypatch):
+def test_slugs(gpu, cpu, gpus, slug, monkeypatch):
     """Committed are those of one card and of two."""
-    assert module.machine_slug("NVIDIA H200", "", 16, gpus) == slug
-    monkeypatch.setenv("LABBOOK_REMEASURE", "h200")
-    assert module.machine_slug("NVIDIA H200", "", 16, gpus) == slug.removeprefix("my-")
+    assert module.machine_slug(gpu, cpu, 8, gpus) == slug
+    monkeypatch.setenv("LABBOOK_REMEASURE", "h200")  # the reference, where that is asked for
+    assert module.machine_slug(gpu, cpu, 8, gpus) == slug.removeprefix("my-")
+
+
+def test_on_one_gpu_rows_of_several_processes_are_of_the_same_machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert machine_card("cpu", several=True).slug == machine_card("cpu").slug
 

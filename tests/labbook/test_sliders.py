@@ -53,7 +53,8 @@ def test_bars_show_each_number_and_mark_the_most_and_what_is_above_the_limit():
 def test_two_notebooks_have_them_and_something_to_show_at_every_setting(number):
     (path,) = project().notebooks.glob(f"{number}_*.ipynb")
     outputs = [out for cell in nbformat.read(path, 4).cells for out in cell.get("outputs", [])]
-    found = [out.data for out in outputs if "sliders" in out.get("data", {}).get("text/plain", "")]
+    shows = [output.get("data", {}) for output in outputs]
+    found = [data for data in shows if "sliders" in data.get("text/plain", "")]
     assert found
     for html in [data["text/html"] for data in found]:
         assert len(html) < 60_000

@@ -20,7 +20,6 @@ from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 from wrappers import (
     ALL,
-    DDP,
     FSDPS,
     backward,
     one_pass,
@@ -461,27 +460,6 @@ def failed_batches_leave_no_trace(context):
         wrapped(batch(0))
 
 
-class Lazy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.w = nn.Parameter(torch.randn(3, 3, dtype=torch.cfloat))
-
-    def forward(self, x):
-        return (self.w.mH @ x.to(torch.cfloat)).abs().square().sum()
-
-
-def gradients_that_are_lazily_conjugated_are_averaged(context):
-    for name, wrap in (DDP | {"scatter": scattered}).items():
-        alone = Lazy()
-        wrapped = wrap(Lazy())
-        backward(context, alone, wrapped, lambda model, rank: model(batch(rank)[:3]))
-        wrapped.finish_gradient_synchronization()
-        gradient = wrapped.module.w.grad
-        if gradient is not None:
-            torch.testing.assert_close(gradient, alone.w.grad.resolve_conj(), msg=name)
-
-
 def means_of_float16_do_not_overflow(context):
     """Where the checkers do not look."""
     for wrap, dtype in ((scattered, torch.float16), (HALF, torch.float32)):
@@ -545,7 +523,6 @@ PROMISES = {
         inputs_have_gradients_and_a_graph_can_be_kept,
         autocast_computes_as_in_one_process,
         autocast_keeps_no_copy_of_a_whole_weight,
-        gradients_that_are_lazily_conjugated_are_averaged,
         means_of_float16_do_not_overflow,
     ],
     "what autograd would notice": [

@@ -221,15 +221,12 @@ def attribute(model, name, function):
     setattr(model.get_submodule(parent), last, function)
 
 
-norm = partial(attribute, function=lambda x, weight, eps: x * weight)
 CHANGES = [
     (adapter, "layers.0.attn.v_proj"),
-    (adapter, "lm_head"),
     (forward_hook, "layers.0.ffn.w2"),
     (forward_hook, "lm_head"),
     (backward_hook, "layers.0.attn"),
-    (norm, "layers.0.ln2.norm"),
-    (partial(attribute, function=lambda x: x), "layers.0.attn.rope.forward"),
+    (partial(attribute, function=lambda x, weight, eps: x * weight), "layers.0.ln2.norm"),
     (partial(attribute, function=lambda x, cos, sin: -x), "layers.0.attn.rope.rotate"),
     (partial(attribute, function=lambda a, b: a.relu() * b), "layers.0.ffn.gate"),
     (partial(attribute, function=lambda block, x: block.ffn(x)), "layers.0.run"),

@@ -202,13 +202,6 @@ def test_what_changed_is_done_again_once_and_a_line_says_why(jobs, executed, tmp
     assert f"again: 11_nb steps=11: {why}" in capsys.readouterr().out
 
 
-def test_a_damaged_record_is_none(jobs, executed, tmp_path):
-    batch.run_batch(jobs[:1], tmp_path / "runs")
-    (tmp_path / "runs" / f"{jobs[0].name}.json").write_text('{"notebook":')
-    batch.run_batch(jobs[:1], tmp_path / "runs")
-    assert executed == ["11_nb", "11_nb"]
-
-
 def test_a_job_whose_rows_are_gone_is_done_again(jobs, executed, tmp_path, monkeypatch):
     counts = Counter({"a run": 2})
     monkeypatch.setattr(batch, "run_counts", lambda slug, machine: counts)
@@ -312,21 +305,15 @@ def test_an_error_is_one_line_and_the_notebook_is_kept(tmp_path, write_notebook)
     ("code", "said"),
     [
         ("import os; os.kill(os.getpid(), 9)", "died"),
+        ("import sys; sys.exit(0)", "it ended before its last cell: sys.exit(0)?"),
         ("import os, time; os.kill(os.getppid(), 9); time.sleep(9)", "killed by SIGKILL, perhaps"),
     ],
 )
-def test_what_dies_is_an_error(tmp_path, write_notebook, code, said):
-    source = write_notebook(tmp_path / "01_a.ipynb", code)
+def test_what_ends_half_way_is_an_error(tmp_path, write_notebook, code, said):
+    source = write_notebook(tmp_path / "01_a.ipynb", code, "print('measured')")
     outcome = execute(source, tmp_path / "out.ipynb", {})
     assert outcome.status == "error"
     assert said in outcome.reason
-
-
-def test_a_notebook_that_ends_itself_half_way_is_an_error(tmp_path, write_notebook):
-    source = write_notebook(tmp_path / "01_a.ipynb", "import sys; sys.exit(0)", "print('measured')")
-    outcome = execute(source, tmp_path / "out.ipynb", {})
-    assert outcome.status == "error"
-    assert outcome.reason == "it ended before its last cell: sys.exit(0)?"
 
 
 def test_a_notebook_runs_with_other_parameters(tmp_path, monkeypatch):

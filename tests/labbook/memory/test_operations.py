@@ -35,18 +35,14 @@ def flops(function):
 @pytest.mark.parametrize(
     ("function", "elements"),
     [
-        (lambda x: x + x.new_empty(30, 20), 3 * 600),
-        (lambda x: x * empty(30, 1), 600 + 30 + 600),  # what is broadcast is read at its own size
-        (lambda x: x * empty(30, 1).expand(30, 20), 600 + 30 + 600),
+        (lambda x: x * empty(30, 1).expand(30, 20), 600 + 30 + 600),  # read at its own size
         (lambda x: x * x, 2 * 600),  # a tensor given twice is read once
         (lambda x: x[:, :10] + x[:, 10:], 600 + 300),  # halves of one tensor are both read
         (lambda x: x.view(600).unsqueeze(0).expand(2, 600), 0),
-        (lambda x: torch.empty_like(x), 0),
         (lambda x: x.mul_(2), 2 * 600),  # in place: reads what it changes, and not what it replaces
         (lambda x: x.zero_(), 600),
         (lambda x: x.copy_(empty(30, 20)), 2 * 600),
         (lambda x: x[empty(5, dtype=torch.long)], 2 * 5 * 20),  # looking up rows reads only those
-        (lambda x: x @ x.T, 600 + 900),
         (lambda x: torch.mm(x, x.T, out=empty(30, 30)), 600 + 900),
         (lambda x: x[:, :10].mul_(2), 2 * 300),
         (lambda x: torch._foreach_add_([x], [empty(30, 20)]), 3 * 600),

@@ -20,10 +20,14 @@ def a_profile():
             for name, start, end in ranges:
                 events.append(("range", name, process, start, end, None, 0))
             for number, (name, launch, start, end, *stream) in enumerate(kernels):
+                call = ("call", "cudaLaunchKernel", process, launch, launch + 1, number, 0)
+                events.append(call)
                 stream = stream[0] if stream else 7
-                events.append(("call", "cudaLaunchKernel", process, launch, launch + 1, number, 0))
-                events.append(("kernel", name, process, start, end, number, stream))
+                kernel = ("kernel", name, process, start, end, number, stream)
+                events.append(kernel)
         events = pd.DataFrame(events, columns=COLUMNS)
-        return Profile(events.astype({"correlation": float}).assign(thread=1))
+        events["correlation"] = events["correlation"].astype(float)
+        events["thread"] = 1
+        return Profile(events)
 
     return build

@@ -96,20 +96,6 @@ def test_cpu_operators_by_range(cpu):
     assert set(table.kind) == {"operator"}
 
 
-def test_own_time_excludes_what_is_called(save):
-    events = [
-        event("user_annotation", "measure", 0, 100),
-        event("cpu_op", "aten::sum", 10, 30),
-        event("cpu_op", "aten::fill_", 12, 5),
-        event("cpu_op", "aten::as_strided", 20, 2),
-        event("cpu_op", "aten::mm", 40, 10),  # begins where the other ends: beside it, not inside
-    ]
-    times = kernel_table(read_trace(save({"traceEvents": events}))).set_index("kernel").total_ms
-    assert times.to_dict() == pytest.approx(
-        {"aten::sum": 0.023, "aten::mm": 0.010, "aten::fill_": 0.005}
-    )
-
-
 def test_an_operator_that_dispatches_to_itself_is_one_call_with_all_its_time(save):
     events = [
         event("user_annotation", "measure", 0, 100),
@@ -144,13 +130,6 @@ def test_events_that_lack_what_sums_need_are_counted_and_refused(save, lacking):
     odd.pop(lacking, None)
     odd["args"].pop(lacking, None)
     with pytest.raises(ProfileError, match=r"1 of 12 events \(kernel\) do not have a name"):
-        read_trace(save(trace))
-
-
-def test_an_event_that_ends_before_it_starts_is_refused(save):
-    trace = cuda_trace()
-    trace["traceEvents"][-1]["dur"] = -500
-    with pytest.raises(ProfileError, match=r"1 of 12 events .*end after their start"):
         read_trace(save(trace))
 
 
