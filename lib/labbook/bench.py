@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, product
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -216,7 +215,7 @@ def _timed(
     values |= step.medians(case.device, context)
     if step.values:
         values |= step.values()
-    return _row(case, times, values)
+    return _row(case, times, **values)
 
 
 def _over_ranks(groups: list, setup: Setup, options: dict, start: Callable) -> Iterator[list[Row]]:
@@ -245,7 +244,7 @@ def _on_rank(context: Any, groups: list[list[Case]], setup: Setup, options: dict
         context.send(_measured(group, setup, options, context))
 
 
-def _row(case: Case, times: Timing, values: Mapping[str, Any] = MappingProxyType({})) -> Row:
+def _row(case: Case, times: Timing, **values: Any) -> Row:
     """The key columns, times and other values of a case, without what it does not have."""
     columns = case | times.as_row() | values
     return {name: value for name, value in columns.items() if value is not None}

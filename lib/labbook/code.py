@@ -27,6 +27,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from labbook import timing
 from labbook.project import project
 
+TIMING = {"labbook.timing": timing.VERSION}  # its own part in a measurement
 WHILE_RUNNING = "changed while running"
 _SAVES = ("measure", "save", "save_rows")
 _MUTATORS = re.compile("add|append|clear|extend|insert|pop|remove|setdefault|sort|update")
@@ -44,7 +45,7 @@ def of_notebook(path: Path) -> dict[str, str]:
     sources, parameters = code_cells(path)
     rooms = project().measured
     if hashes := _behind(sources, parameters, range(len(sources)), rooms):
-        return hashes | timing_version()
+        return hashes | TIMING
     codes = [code for source in sources for code in statements(source)]
     files = _files(codes, [_first(room) for room in rooms])
     return dict(sorted(files.items())) | {"its cells": _digest(codes)}
@@ -62,18 +63,13 @@ def of_cells(sources: Sequence[str], parameters: Iterable[str] = ()) -> dict[str
         return {}
     started = psutil.Process().create_time()
     newer = [name for name in hashes if _written_at(name) > started]
-    return hashes | timing_version() | dict.fromkeys(newer, WHILE_RUNNING)
+    return hashes | TIMING | dict.fromkeys(newer, WHILE_RUNNING)
 
 
 def _written_at(name: str) -> float:
     """When the file that a hash is of was written, "package/room/module.py"; 0 where it is of a cell."""
     package, _, rest = name.partition("/")
     return (_folder(package) / rest).stat().st_mtime if rest else 0
-
-
-def timing_version() -> dict[str, str]:
-    """What stands for labbook's own part in a measurement."""
-    return {"labbook.timing": timing.VERSION}
 
 
 def notebook_of(slug: str) -> Path | None:

@@ -7,7 +7,6 @@ another cell with the tag shows of committed rows, or else the first that the no
 import base64
 import io
 import re
-from pathlib import Path
 from typing import NamedTuple
 
 import nbformat
@@ -47,11 +46,11 @@ class Entry(NamedTuple):
 def read_map() -> dict[str, Entry]:
     """The notebooks there are, by name, without those that only show what the others found."""
     paths = notebooks.paths(notebooks.folder())
-    return {path.stem: _read_entry(path) for path in paths if not notebooks.is_last(path.stem)}
-
-
-def _read_entry(path: Path) -> Entry:
-    return entry(path.stem, nbformat.read(path, as_version=4))
+    return {
+        path.stem: entry(path.stem, nbformat.read(path, as_version=4))
+        for path in paths
+        if not notebooks.is_last(path.stem)
+    }
 
 
 def entry(name: str, notebook: NotebookNode) -> Entry:

@@ -111,10 +111,10 @@ def read_snapshot(snapshot: Mapping[str, Any], before: Owners, after: Owners) ->
     traces = [trace for trace in snapshot["device_traces"] if trace]
     if len(traces) != 1:
         raise ProfileError(f"the snapshot has the history of {len(traces)} GPUs; allowed: one")
-    blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
     alive = {
         block["address"]: block["requested_size"]
-        for block in blocks
+        for segment in snapshot["segments"]
+        for block in segment["blocks"]
         if block["state"] == "active_allocated"
     }
     changes = [_change(event) for event in traces[0] if event["action"] in _SIGNS]

@@ -96,15 +96,12 @@ def lane_rows(
 ) -> list[dict[str, Any]]:
     """Lanes as rows, few enough to keep: gaps under `gap_ms` in a lane and stage closed; microseconds."""
     rows = []
-    for lane in LANES:
-        spans = lanes[lanes.lane == lane].sort_values("start_ms")
+    for lane, spans in lanes.sort_values("start_ms").groupby("lane", sort=False):
         turn = (spans.range != spans.range.shift()).cumsum()  # a stage may come back
         turns = [
             covered(of_turn, gap_ms).assign(range=of_turn.range.iloc[0])
             for _, of_turn in spans.groupby(turn.to_numpy())
         ]
-        if not turns:
-            continue
         closed = pd.concat(turns, ignore_index=True).round(3)
         closed = closed.assign(**key, lane=lane, span=closed.index)
         rows += closed.to_dict("records")

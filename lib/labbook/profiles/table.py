@@ -62,12 +62,10 @@ def _with_launches(ran: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
     That is the call of its process that carries its correlation; of several, one inside the other or long
     after, the last that began before it. An operator of a CPU launches itself.
     """
-    launches = calls.dropna(subset="correlation")
-    launches = launches.sort_values("start_ns", kind="stable")
+    launches = calls.dropna(subset="correlation").sort_values("start_ns", kind="stable")
     launches = launches[["start_ns", "process", "correlation", "thread"]]
     launches["launch_ns"] = launches.start_ns.astype("Int64")
-    ran = ran.drop(columns="thread")
-    ran = ran.sort_values("start_ns", kind="stable")
+    ran = ran.drop(columns="thread").sort_values("start_ns", kind="stable")
     ran = pd.merge_asof(ran, launches, on="start_ns", by=["process", "correlation"])
     launch_ns = ran.launch_ns.fillna(ran.start_ns)
     return ran.assign(launch_ns=launch_ns.astype("int64"))
