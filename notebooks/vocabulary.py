@@ -70,10 +70,10 @@ family(
 family(  # the leaderboard's training step
     "implementation",
     """
-    fsdp2_selective | FSDP2, attention kept    | wine
-    fsdp2_matmuls   | FSDP2, every second matmul kept | black
-    stacked_selective | ours, memory filled    | vermillion
-    offloaded       | ours, moments on the host | brown
+    fsdp2_selective | FSDP2, attention kept    | black
+    fsdp2_matmuls   | FSDP2, every second matmul kept | grey
+    stacked_selective | ours, memory filled    | sky
+    offloaded       | ours, moments on the host | green
     """,
 )
 family(

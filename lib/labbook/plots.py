@@ -21,7 +21,7 @@ from labbook import figure, labels
 from labbook.compare import key_columns, require_one_row_each
 from labbook.figure import Drawing, plain_numbers, plot, sheet
 from labbook.labels import STATUS_LABELS, column_label, ordered, quantity, significant, value_label
-from labbook.style import BLUE, MUTED, PAPER, ZONE, palette
+from labbook.style import BLUE, MUTED, PAPER, ZONE, has_colors, palette
 
 _BAND = ["p20_ms", "p80_ms"]
 _MANY_POINTS = 40  # beyond which markers would hide their line
@@ -184,6 +184,10 @@ def bars(
         texts = rows.pivot(index=x, columns="_hue", values="_text")
         texts = texts.reindex(groups, columns=list(colors)).fillna("")
         _draw_groups(axes, heights, colors, _GROUP_WIDTH)
+        if not hue and has_colors(groups, x):
+            own = palette(frame[x], x)
+            for box, group in zip(axes.containers[0], groups, strict=True):
+                box.set_facecolor(own[group])
         style = {"padding": 3, "size": 8.5, "rotation": 90 if is_narrow else 0}
         for boxes, value in zip(axes.containers, colors, strict=True):
             axes.bar_label(boxes, texts[value], **style)

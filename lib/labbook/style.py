@@ -39,6 +39,11 @@ def in_style() -> AbstractContextManager:
     return mpl.style.context(["default", Path(__file__).with_name("labbook.mplstyle")])
 
 
+def has_colors(values: Iterable[Hashable], column: str) -> bool:
+    """Whether the vocabulary knows a colour of these values."""
+    return any(named.color for named in (family_of(values, column) or {}).values())
+
+
 def palette(values: Iterable[Hashable], column: str | None) -> dict[Hashable, str]:
     """A colour for each value of a column: the vocabulary's, a ramp for what is ordered, or a spare one."""
     values = ordered(values, column)
