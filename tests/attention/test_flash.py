@@ -8,6 +8,7 @@ import ast
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import nbformat
@@ -34,7 +35,8 @@ both = pytest.mark.parametrize("flash", [FlashAttentionPyTorch, FlashAttentionTr
 def random_inputs(*leading, n=64, n_keys=None, d=32, dtype=torch.float32):
     keys = tuple(leading) + (n_keys or n, d)
     shapes = [tuple(leading) + (n, d), keys, keys]
-    return [torch.randn(shape, device=DEVICE, dtype=dtype).requires_grad_() for shape in shapes]
+    make = partial(torch.randn, device=DEVICE, dtype=dtype, requires_grad=True)
+    return list(map(make, shapes))
 
 
 EVERYTHING = list(BASIC) + [AttentionCase(**row) for row in rows_of("everything.csv")]
@@ -42,7 +44,7 @@ EVERYTHING = list(BASIC) + [AttentionCase(**row) for row in rows_of("everything.
 
 def gradients(flash, inputs, do, is_causal=True):
     output = flash.apply(*inputs, is_causal)
-    return output.detach(), *torch.autograd.grad(output, inputs, do)
+    return (output.detach(),) + torch.autograd.grad(output, inputs, do)
 
 
 def agree(ours, wanted):
@@ -55,16 +57,17 @@ def agree(ours, wanted):
 def test_error_at_most_twice_pytorchs(flash, dtype):
     # The interpreter computes 16 bits in float32, and slowly: there a few cases tell of the rounding.
     everything = DEVICE == "cuda" or dtype == torch.float32
-    check_attention(
-        flash.apply, cases=EVERYTHING[:: 1 if everything else 3], dtype=dtype, device=DEVICE
-    )
+    cases = EVERYTHING if everything else EVERYTHING[::3]
+    check_attention(flash.apply, cases=cases, dtype=dtype, device=DEVICE)
 
 
 @both
 def test_a_single_key_has_weight_one(flash):
     q, k, v = random_inputs(2, n=5, n_keys=1)
-    output, dq, dk, dv = gradients(flash, (q, k, v), torch.ones_like(q))
-    agree([output, dv], [v.expand_as(output), torch.full_like(v, 5)])
+    do = torch.ones_like(q)
+    output, dq, dk, dv = gradients(flash, (q, k, v), do)
+    agree([output], [v.expand_as(output)])
+    agree([dv], [torch.full_like(v, 5)])
     assert dq.abs().max() < 1e-5
     assert dk.abs().max() < 1e-5
 
@@ -82,12 +85,14 @@ def imaginary_part(x):
 @pytest.mark.parametrize("lazy", [negated_view, imaginary_part])
 def test_lazily_negated_inputs_and_two_backwards_through_one_graph(flash, lazy):
     """Strides are a matter of `check_attention`, test_kernels.py and test_flash_gpu.py."""
-    inputs, do = random_inputs(2, 2, n=40, d=16), torch.randn(2, 2, 40, 16, device=DEVICE)
+    inputs = random_inputs(2, 2, n=40, d=16)
+    do = torch.randn_like(inputs[0])
     wanted = gradients(flash, inputs, do)
-    output = flash.apply(*map(lazy, inputs), True)
+    negated = map(lazy, inputs)
+    output = flash.apply(*negated, True)
     for _ in range(2):
-        agree(torch.autograd.grad(output, inputs, lazy(do), retain_graph=True), wanted[1:])
-    agree([output], wanted[:1])
+        found = torch.autograd.grad(output, inputs, lazy(do), retain_graph=True)
+        agree((output,) + found, wanted)
 
 
 @both
@@ -97,23 +102,22 @@ def test_autocast(flash, dtype):
     with torch.autocast(DEVICE, dtype=dtype):
         output = flash.apply(q, k, v.to(dtype), True)
     assert output.dtype == dtype
-    assert {x.dtype for x in torch.autograd.grad(output.float().sum(), (q, k, v))} == {
-        torch.float32
-    }
-    wanted = plain_attention(*(x.to(dtype).float() for x in (q, k, v)), True).to(dtype)
-    torch.testing.assert_close(output, wanted, rtol=1e-2, atol=1e-2)
+    found = torch.autograd.grad(output.float().sum(), (q, k, v))
+    assert {x.dtype for x in found} == {torch.float32}
+    rounded = [x.to(dtype).float() for x in (q, k, v)]
+    wanted = plain_attention(*rounded, True)
+    torch.testing.assert_close(output, wanted.to(dtype), rtol=1e-2, atol=1e-2)
 
 
 def test_with_less_python_before_it_the_function_is_the_same():
     q, k, v = inputs = random_inputs(2)
     do = torch.randn_like(q)
     compiled = torch.compile(flash_triton.flash_attention, fullgraph=True, backend="aot_eager")
+    wanted = gradients(FlashAttentionTriton, inputs, do)
     for function in (flash_triton.flash_attention, compiled):
         output = function(*inputs, True)
-        agree(
-            [output, *torch.autograd.grad(output, inputs, do)],
-            gradients(FlashAttentionTriton, inputs, do),
-        )
+        found = torch.autograd.grad(output, inputs, do)
+        agree((output,) + found, wanted)
     for function in (flash_triton.flash_attention, FlashAttentionTriton.apply):
         with pytest.raises(RuntimeError, match="setup_context"):
             torch.func.grad(lambda x, function=function: function(x, k, v).sum())(q)
@@ -147,19 +151,22 @@ def test_float32_follows_pytorchs_switches():
         assert not flash_triton.allows_tf32(torch.bfloat16)
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     assert flash_triton.allows_tf32(torch.float32)
-    assert attention(*random_inputs(1), implementation="flash_triton").isfinite().all()
+    output = attention(*random_inputs(1), implementation="flash_triton")
+    assert output.isfinite().all()
 
 
 @pytest.mark.parametrize("precisions", [("highest", "high"), ("high", "highest")])
 @matmul_precision("float32")
 def test_the_switch_may_move_between_the_passes(precisions):
     """Backward multiplies as forward did."""
-    inputs, do = random_inputs(2), torch.randn(2, 64, 32, device=DEVICE)
+    inputs = random_inputs(2)
+    do = torch.randn_like(inputs[0])
     torch.set_float32_matmul_precision(precisions[0])
     wanted = gradients(FlashAttentionTriton, inputs, do)
     output = FlashAttentionTriton.apply(*inputs, True)
     torch.set_float32_matmul_precision(precisions[1])
-    assert all(map(torch.equal, [output, *torch.autograd.grad(output, inputs, do)], wanted))
+    found = torch.autograd.grad(output, inputs, do)
+    assert all(map(torch.equal, (output,) + found, wanted))
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="with a GPU there is nothing to choose")
@@ -175,8 +182,9 @@ def test_triton_imported_too_early_is_named():
 
 def test_without_gpu_and_interpreter_it_says_where_it_can_run(monkeypatch):
     monkeypatch.setattr(runtime, "INTERPRETED", False)
+    x = torch.zeros(1, 4, 8)
     with pytest.raises(ValueError, match="are on cpu"):
-        FlashAttentionTriton.apply(*(torch.zeros(1, 4, 8) for _ in range(3)))
+        FlashAttentionTriton.apply(x, x, x)
 
 
 HANDOUT = [

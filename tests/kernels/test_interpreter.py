@@ -36,11 +36,6 @@ def negate(x, y):
 
 
 @triton.jit
-def magnitude(x, y):
-    return tl.abs(x)
-
-
-@triton.jit
 def with_constants(x, y):
     return x * 0.3 + 1
 
@@ -90,32 +85,50 @@ def masks_added(x, y):
     return ((x > 0) + (y > 0)).to(tl.float32)
 
 
-def positions(x: Tensor) -> Tensor:
-    return torch.arange(N, device=x.device)
+def multiples_of_37(x: Tensor, y: Tensor) -> Tensor:
+    numbers = torch.arange(N, device=x.device)
+    return (numbers * 37).to(x)
+
+
+def without_nan(x: Tensor, y: Tensor) -> Tensor:
+    between = x.float().clamp(-1, 1)
+    return between.nan_to_num(-1)
+
+
+def one_of_two(x: Tensor, y: Tensor) -> Tensor:
+    is_positive = (x > 0) ^ (y > 0)
+    return is_positive.float()
+
+
+def whole_numbers(x: Tensor, y: Tensor) -> Tensor:
+    is_small = (x > -100) & (x < 1000)
+    kept = torch.where(is_small, x, 0.0)
+    return kept.int().float()
 
 
 # By the kernel's function: what PyTorch gives in the type of x.
 TABLE = {
     add: torch.add,
     negate: lambda x, y: 0 - x,
-    magnitude: lambda x, y: x.abs(),
     with_constants: lambda x, y: x * torch.tensor(0.3).to(x) + 1,
     greater: lambda x, y: torch.where(x > y, x, y),
     filled: lambda x, y: torch.full_like(x, 0.1),
-    from_integers: lambda x, y: (positions(x) * 37).to(x),
-    to_integers: lambda x, y: torch.where((x > -100) & (x < 1000), x, 0.0).int().float(),
+    from_integers: multiples_of_37,
+    to_integers: whole_numbers,
     through_float16: lambda x, y: (x.half() * 1.5).to(x),
     least: torch.fmin,
-    clamped: lambda x, y: torch.where(x.isnan(), -1.0, x.float().clamp(-1, 1)),
+    clamped: without_nan,
     clamped_with_nan: lambda x, y: x.float().clamp(-1, 1),
-    masks_added: lambda x, y: ((x > 0) ^ (y > 0)).float(),
+    masks_added: one_of_two,
 }
 
 
 @triton.jit
 def apply(x_ptr, y_ptr, z_ptr, FUNCTION: tl.constexpr):
     place = tl.arange(0, 16)
-    z = FUNCTION(tl.load(x_ptr + place), tl.load(y_ptr + place))
+    x = tl.load(x_ptr + place)
+    y = tl.load(y_ptr + place)
+    z = FUNCTION(x, y)
     tl.store(z_ptr + place, z)
 
 
@@ -141,7 +154,8 @@ def reduce_rows(x_ptr, sum_ptr, max_ptr, all_ptr, COLUMNS: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_reductions_are_of_numbers(dtype):
-    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4, 64, generator=generator).to(DEVICE, dtype)
     of_rows = x.new_empty(4)
     largest = x.new_empty(4)
     of_all = x.new_empty(1)

@@ -23,7 +23,8 @@ COMPILED = VERMILLION.lower()
 def shares() -> pd.DataFrame:
     """Kernel rows of two contexts: three classes in two ranges, and the time doubles."""
     ranges = pd.DataFrame({"range": ["measure/forward", "measure/backward"]})
-    parts = pd.DataFrame({"class": ["matmul", "softmax", "other"], "total_ms": [40.0, 8.0, 8.0]})
+    classes = [("matmul", 40.0), ("softmax", 8.0), ("other", 8.0)]
+    parts = pd.DataFrame(classes, columns=["class", "total_ms"])
     short = ranges.merge(parts, how="cross").assign(model_size="small", context_length=128)
     long = short.assign(context_length=256, total_ms=2 * short["total_ms"])
     return pd.concat([short, long])
@@ -76,8 +77,9 @@ def test_lines_are_of_their_colour_and_values(rows):
 def test_a_band_has_the_edges_of_the_spread(rows):
     bands = lines(rows, **BY_CONTEXT).axes[0].collections
     (plain,) = [band for band in bands if to_hex(band.get_facecolor()[0]) == PLAIN]
-    edges = plain.get_paths()[0].vertices[:, 1]
-    assert set(np.round(edges, 6)) == {0.9, 1.2, 3.6, 4.8}
+    (outline,) = plain.get_paths()
+    edges = np.round(outline.vertices[:, 1], 6)
+    assert set(edges) == {0.9, 1.2, 3.6, 4.8}
 
 
 def test_words_stand_at_equal_distances_and_numbers_are_plain():
@@ -99,7 +101,8 @@ def test_why_there_is_no_number_is_written(rows):
     assert word.xy[0] == 1024
     without_reason = rows.drop(columns="status")
     assert "–" in texts(bars(without_reason, **BY_CONTEXT))
-    empty = lines(rows.iloc[:0], **BY_CONTEXT)
+    none = rows.iloc[:0]
+    empty = lines(none, **BY_CONTEXT)
     assert any("cs336_systems run" in text for text in texts(empty))
 
 

@@ -16,7 +16,8 @@ def a_penalty_on_a_gradient_is_as_in_the_whole_layer(context):
         loss = layer(x).square().sum()
         (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
         penalized = loss + gradient.pow(3).sum()
-        gradients.append(torch.autograd.grad(penalized, [x] + list(layer.parameters())))
+        inputs = [x] + list(layer.parameters())
+        gradients.append(torch.autograd.grad(penalized, inputs))
     # Of x, w1, w2, w3.
     for whole, mine, cut in zip(*gradients, (None, 0, 1, 0), strict=True):
         expected = whole if cut is None else whole.chunk(context.world_size, cut)[context.rank]

@@ -22,6 +22,17 @@ def empty(*shape, **options):
     return torch.empty(*shape, device="meta", **options)
 
 
+def looked_up(x):
+    """Looking up rows reads only those."""
+    numbers = empty(5, dtype=torch.long)
+    return x[numbers]
+
+
+def added_at_once(x):
+    others = [empty(30, 20)]
+    return torch._foreach_add_([x], others)
+
+
 def bytes_moved(function):
     counted = operations_of(function)
     return sum(one.bytes_moved for one in counted)
@@ -42,10 +53,10 @@ def flops(function):
         (lambda x: x.mul_(2), 2 * 600),  # in place: reads what it changes, and not what it replaces
         (lambda x: x.zero_(), 600),
         (lambda x: x.copy_(empty(30, 20)), 2 * 600),
-        (lambda x: x[empty(5, dtype=torch.long)], 2 * 5 * 20),  # looking up rows reads only those
+        (looked_up, 2 * 5 * 20),
         (lambda x: torch.mm(x, x.T, out=empty(30, 30)), 600 + 900),
         (lambda x: x[:, :10].mul_(2), 2 * 300),
-        (lambda x: torch._foreach_add_([x], [empty(30, 20)]), 3 * 600),
+        (added_at_once, 3 * 600),
     ],
 )
 def test_bytes_that_an_operation_moves(function, elements):
@@ -104,8 +115,10 @@ def test_closed_form_of_attention_is_what_eager_attention_moves():
 
 
 def test_each_operation_waits_for_its_own_bottleneck():
-    counted = [Operation("mm", 8 * 10**9, 1), Operation("add", 0, 3 * 10**6)]
-    assert sum_of_rooflines_ms(counted, matmul_tflops=2, copy_gbps=1) == pytest.approx(4 + 3)
+    multiply = Operation("mm", 8 * 10**9, 1)
+    add = Operation("add", 0, 3 * 10**6)
+    least_ms = sum_of_rooflines_ms([multiply, add], matmul_tflops=2, copy_gbps=1)
+    assert least_ms == pytest.approx(4 + 3)
 
 
 # Bytes saved for backward, tensor by tensor.
@@ -130,7 +143,8 @@ def test_shared_storages_count_once_and_parameters_never():
         def forward(self, x):
             return x.exp() + (x @ self.weight) * (x.view(2, 4, 8) @ self.weight).view(8, 8)
 
-    saved = saved_for_backward(Twice(), torch.randn(8, 8, requires_grad=True))
+    x = torch.randn(8, 8, requires_grad=True)
+    saved = saved_for_backward(Twice(), x)
     # x is saved by both products; exp and the product of products save their results and operands.
     assert saved.size_bytes.tolist() == [256] * 4
     assert set(saved.operation) == {"exp", "matmul", "mul"}
