@@ -64,8 +64,9 @@ def test_a_cell_shows_a_small_picture_once(shares, monkeypatch):
     display.assert_called_once()
     (bundle,) = display.call_args.args
     assert bundle == {"image/png": png, "text/plain": "<figure>"}
-    metadata = display.call_args.kwargs["metadata"]
-    assert metadata["image/png"]["alt"] == "Shares"
+    options = display.call_args.kwargs
+    assert options["raw"]
+    assert options["metadata"]["image/png"]["alt"] == "Shares"
 
 
 def test_lines_are_of_their_colour_and_values(rows):
