@@ -196,14 +196,14 @@ HANDOUT = [
 def test_the_handouts_pair(monkeypatch):
     """Triton forward, PyTorch backward; compiling it is for a GPU to test, a CPU takes too long over it."""
     monkeypatch.setattr(flash_triton, "_compiled_backward", lambda: flash_pytorch.flash_backward)
-    check_attention("flash_compiled", cases=HANDOUT)
+    check_attention(FlashAttentionCompiled.apply, cases=HANDOUT)
     check_logsumexp(FlashAttentionCompiled.apply)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_handouts_pair_compiled(dtype):
-    check_attention("flash_compiled", cases=HANDOUT, dtype=dtype)
+    check_attention(FlashAttentionCompiled.apply, cases=HANDOUT, dtype=dtype)
 
 
 def definitions(source):

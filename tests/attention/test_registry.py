@@ -69,7 +69,7 @@ def test_a_new_implementation_is_one_line(monkeypatch):
         attention(q, k, v, implementation="negated"), -plain_attention(q, k, v)
     )
     with pytest.raises(AssertionError, match="O of case"):
-        check_attention("negated")
+        check_attention(ATTENTION["negated"].load())
     with pytest.raises(ValueError, match=r"unknown.*auto.*negated"):
         attention(q, k, v, implementation="unknown")
 

@@ -1,4 +1,4 @@
-"""The solutions of the notebooks, to be changed in one place and checked; and wrong backward passes."""
+"""The solutions of the notebooks, to be changed in one place and checked."""
 
 import contextlib
 import io
@@ -63,29 +63,6 @@ written = cache(Written)
 
 def _is_checker(cell) -> bool:
     return CHECKER in cell.metadata.get("tags", ())
-
-
-def with_backward(function, finds=lambda own, last: own, reads=lambda d_output: d_output):
-    """The function; its backward `finds` inputs, of its own call or of the last, and `reads` the gradient."""
-
-    class WithBackward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *inputs):
-            ctx.own = WithBackward.last = inputs
-            return function(*inputs)
-
-        @staticmethod
-        def backward(ctx, d_output):
-            inputs = [_leaf(x) for x in finds(ctx.own, WithBackward.last)]
-            with torch.enable_grad():
-                function(*inputs).backward(reads(d_output))
-            return tuple(getattr(x, "grad", None) for x in inputs)
-
-    return WithBackward.apply
-
-
-def _leaf(x):
-    return x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x
 
 
 def as_contiguous(x):

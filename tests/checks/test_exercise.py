@@ -31,19 +31,15 @@ def test_every_property_is_shown_and_one_that_fails_fails_the_step(capsys):
     def body(check):
         check("of one block", True, "nothing")
         check("of two blocks", False, "is the last block masked?")
-        check.note("of no block", False, "then it is 0")
         check("of three blocks", True)
 
     assert run(body).passed is False
     assert shown(capsys) == [
         "✓ of one block",
         "✗ of two blocks: is the last block masked?",
-        "· not asked for, of no block: then it is 0",
         "✓ of three blocks",
         "sum: not right",
     ]
-    assert run(lambda check: check.note("of no block", False, "then it is 0")).passed
-    assert shown(capsys)[-1] == "sum: right"
 
 
 def catches_everything(check):
@@ -68,10 +64,6 @@ def overwrites(check):
         (raises(AssertionError("off by 2")), "off by 2"),
         (raises(NameError("off by 2")), "NameError: off by 2$"),
         (raises(NotImplementedError("aten::equal on meta tensors")), "aten::equal"),
-        (
-            raises(TypeError("'NoneType' object is not callable")),
-            "'NoneType' .* a missing `return`",
-        ),
         # What would end the notebook's kernel:
         (raises(SystemExit(1)), "SystemExit"),
         (lambda check: time.sleep(5), "0.3 s"),

@@ -214,7 +214,7 @@ def crosses(number, name, wrap):
 @pytest.mark.parametrize(("number", "name"), FUNCTIONS + OF_TENSORS)
 def test_one_that_returns_nothing(number, name):
     (mistake,) = crosses(number, name, lambda right: lambda *args, **kwargs: None)
-    assert "return" in mistake
+    assert "return" in mistake or "NoneType" in mistake
 
 
 @pytest.mark.parametrize(("number", "name"), OF_TENSORS)

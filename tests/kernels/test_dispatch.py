@@ -4,13 +4,14 @@ from functools import partial
 
 import pytest
 import torch
+from tests.kernels.fused import FUSED
 from tests.layouts import DEVICE
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import grad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
-from cs336_systems.checks import FUSED, check_attention, check_fused
+from cs336_systems.checks import check_attention
 from cs336_systems.configs import model_size
 from cs336_systems.model import build_model
 
@@ -149,9 +150,10 @@ def test_the_default_dtype_changes_nothing(default):
     torch.set_default_dtype(default)
     try:
         assert torch.equal(model(tokens, tokens), wanted)
-        for name in FUSED:
-            shape = (30, 20, 64) if name == "linear_cross_entropy" else (30, 64)
-            check_fused(name, shapes=[shape])
+        functions = (rms_norm, rotary, swiglu, linear_cross_entropy)
+        for function, kernel in zip(functions, FUSED.values(), strict=True):
+            shape = (30, 20, 64) if function is linear_cross_entropy else (30, 64)
+            kernel.check("fused", function, shapes=[shape])
         check_attention(FlashAttentionTriton.apply)
     finally:
         torch.set_default_dtype(torch.float32)

@@ -39,7 +39,7 @@ WRAPPERS = DDP | {
 def every_property_of_the_checker(context):
     """At its most thorough; of one rank and of four, the two unlike most."""
     for name in WRAPPERS if context.world_size == 2 else ("flat", "some buckets"):
-        passes(context, WRAPPERS[name], check_ddp)
+        passes(context, WRAPPERS[name], check_ddp, thorough=True)
 
 
 def every_layout_starts_from_rank_0(context):

@@ -54,7 +54,7 @@ def every_property_of_the_checker(context):
     """For every kind of group. Over NCCL gathers are calls on a stream, not handles that a checker sees."""
     groups = [name for name in GROUPS if name != "prefetch" or context.backend == "gloo"]
     for options in ({}, {"unit_types": ("Toy",)}):
-        passes(context, partial(FSDP, **options), check_fsdp, only=groups)
+        passes(context, partial(FSDP, **options), check_fsdp, only=groups, thorough=True)
 
 
 def a_hook_of_a_shard_finds_the_mean_of_all_ranks_once(context):

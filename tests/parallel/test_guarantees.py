@@ -461,8 +461,9 @@ def failed_batches_leave_no_trace(context):
 
 
 def means_of_float16_do_not_overflow(context):
-    """Where the checkers do not look."""
-    for wrap, dtype in ((scattered, torch.float16), (HALF, torch.float32)):
+    wraps = dict.fromkeys(DDP.values(), torch.float16)
+    wraps |= {scattered: torch.float16, HALF: torch.float32}
+    for wrap, dtype in wraps.items():
         wrapped = wrap(nn.Linear(4, 4, bias=False, dtype=dtype))
         one_pass(wrapped, torch.full((1, 4), 40_000, dtype=dtype))
         gradient = wrapped.module.weight.grad

@@ -4,21 +4,21 @@ import math
 
 import pytest
 import torch
+from tests.kernels.fused import FUSED
 from tests.layouts import DEVICE, over_dtypes
 from torch.autograd import grad
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from cs336_systems.checks import FUSED, check_fused
 from cs336_systems.kernels import HAS_TRITON
 from cs336_systems.training.linear_cross_entropy import linear_cross_entropy, scaled
 
-NAME = "linear_cross_entropy"
+FUSED_LOSS = FUSED["linear_cross_entropy"]
 
 
 def inputs(*shape):
     generator = torch.Generator().manual_seed(torch.seed())
-    tensors = FUSED[NAME].make(shape, generator)
+    tensors = FUSED_LOSS.make(shape, generator)
     hidden, weight, targets = (x.to(DEVICE) for x in tensors)
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
@@ -32,7 +32,7 @@ def _without_triton(monkeypatch):
 @pytest.mark.parametrize("with_triton", [True, False])
 def test_error_at_most_twice_pytorchs(dtype, with_triton, monkeypatch):
     monkeypatch.setattr("cs336_systems.kernels.HAS_TRITON", with_triton and HAS_TRITON)
-    check_fused(NAME, dtype=dtype)
+    FUSED_LOSS.check("loss", linear_cross_entropy, dtype=dtype)
 
 
 @pytest.mark.usefixtures("_without_triton")
@@ -136,4 +136,4 @@ def test_bad_input_is_named(error, name, tensor, sentence):
 @over_dtypes
 def test_the_8b_models_sizes(dtype):
     """Two chunks, the second one short; PyTorch's float64 logits alone are 3.7 GB."""
-    check_fused(NAME, shapes=[(3001, 4096, 151_936)], dtype=dtype)
+    FUSED_LOSS.check("loss", linear_cross_entropy, shapes=[(3001, 4096, 151_936)], dtype=dtype)

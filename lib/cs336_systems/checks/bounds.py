@@ -12,7 +12,6 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -21,7 +20,6 @@ _ACCESSES = {
     "load": ("loads", 0, 1),
     "store": ("stores", 0, 2),
     "atomic_rmw": ("adds", 1, 3),
-    "atomic_cas": ("exchanges", 0, None),
 }
 
 
@@ -29,22 +27,20 @@ _ACCESSES = {
 def inside_tensors() -> Iterator[None]:
     """Interpreted kernels cannot reach beyond the tensors they are given.
 
-    A kernel that may take addresses from integers runs unwatched, as all do in another interpreter than the
-    one that is known here; a line says so.
+    It is not for kernels that take addresses from integers. In another interpreter than the one that is known
+    here kernels run unwatched.
     """
     interpreter = sys.modules.get("triton.runtime.interpreter")
     name = "kernels"
-    extents: list[tuple[int, int]] | None = None
-    unwatched: set[str] = set()
+    extents: list[tuple[int, int]] = []
 
-    def watched(original: Callable, does: str, addresses: int, mask: int | None) -> Callable:
+    def watched(original: Callable, does: str, addresses: int, mask: int) -> Callable:
         def access(*args: Any, **by_name: Any) -> Any:
-            if extents is not None:
-                places = np.asarray(args[addresses])
-                wanted = True if mask is None else np.asarray(args[mask]).astype(bool)
-                outside = _outside(places[np.broadcast_to(wanted, places.shape)], extents)
-                where = f"{name} {does} {outside} numbers outside its tensors"
-                assert not outside, f"{where}: is the place right, and are both edges masked?"
+            places = np.asarray(args[addresses])
+            wanted = np.asarray(args[mask]).astype(bool)
+            outside = _outside(places[np.broadcast_to(wanted, places.shape)], extents)
+            where = f"{name} {does} {outside} numbers outside its tensors"
+            assert not outside, f"{where}: is the place right, and are both edges masked?"
             return original(*args, **by_name)
 
         return access
@@ -54,8 +50,6 @@ def inside_tensors() -> Iterator[None]:
         arguments = to_host_of_triton(executor, *device_arguments)
         name = executor.fn.__name__
         extents = _extents(arguments)
-        if extents is None:
-            unwatched.add(name)
         return arguments
 
     with contextlib.ExitStack() as patches:
@@ -67,17 +61,11 @@ def inside_tensors() -> Iterator[None]:
                 for access, places in _ACCESSES.items()
             }
         except AttributeError:
-            # There is none, or it is of another version of Triton.
-            if interpreter:
-                unwatched.add(name)
+            pass
         else:
             patches.enter_context(patch.multiple(native, **accesses))
             patches.enter_context(patch.object(interpreter.GridExecutor, "_init_args_hst", to_host))
-        try:
-            yield
-        finally:
-            for kernel in sorted(unwatched):
-                print(f"· {kernel}: not watched for accesses outside its tensors")
+        yield
 
 
 def _outside(places: np.ndarray, extents: list[tuple[int, int]]) -> int:
@@ -87,19 +75,14 @@ def _outside(places: np.ndarray, extents: list[tuple[int, int]]) -> int:
     return int(np.sum(~inside))
 
 
-def _extents(arguments: Any) -> list[tuple[int, int]] | None:
-    """The addresses of each tensor's first number and behind its last; None if integers may be some."""
+def _extents(arguments: Any) -> list[tuple[int, int]]:
+    """The addresses of each tensor's first number and behind its last."""
     extents = []
-    largest = 0
     for leaf in tree_leaves(arguments):
         # Of a descriptor or a wrapper: its tensor.
         x = getattr(leaf, "base", leaf)
-        if isinstance(x, int):
-            largest = max(largest, x)
-        elif isinstance(x, Tensor) and x.numel():
+        if isinstance(x, Tensor) and x.numel():
             steps = zip(x.shape, x.stride(), strict=True)
             last = sum((size - 1) * stride for size, stride in steps)
             extents.append((x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()))
-            if x.dtype in (torch.int64, torch.uint64):
-                largest = max(largest, int(x.max()))
-    return None if extents and largest >= min(extents)[0] // 2 else extents
+    return extents

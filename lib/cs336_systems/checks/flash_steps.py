@@ -82,8 +82,7 @@ def check_visit(check: StepCheck, visit: JITFunction, device: Device = "cpu") ->
     first = "is each row's maximum subtracted before exp2?"
     empty = "exp2(-inf - -inf) is NaN: while the maximum is -inf, subtract 0"
     check("one tile is a softmax", agrees(1), "p = exp2(s * scale_log2 - m_new)")
-    check("a second tile corrects the first", agrees(2), together)
-    check("so do all that follow", agrees(5, 2.0), together)
+    check("each further tile corrects the sums", agrees(5, 2.0), together)
     check("hidden keys weigh nothing", agrees(2, hide=slice(1, None)), "is a hidden score -inf?")
     check("large scores stay finite", agrees(2, 100.0), first)
     check("a first tile may be hidden", agrees(2, hide=slice(None), hidden=0), empty)
@@ -186,30 +185,20 @@ _FORWARD = (
     AttentionCase("lengths that no tile divides", (2,), 45, 77, 16),
     AttentionCase("heads that are no power of two", (2,), 32, 32, 24),
     AttentionCase("large scores", (2,), 64, 64, 32, logit_scale=30.0),
-    AttentionCase("causal", (2,), 64, 64, 16, is_causal=True),
-    AttentionCase("causal, odd lengths", (2,), 77, 50, 16, is_causal=True),
+    AttentionCase("causal", (2,), 77, 50, 16, is_causal=True),
 )
 _BACKWARD = (
     AttentionCase("dQ, dK and dV agree with float64", (1,), 16, 16, 16),
     AttentionCase("sums go over all tiles", (2,), 64, 128, 32, transposed=True),
     AttentionCase("lengths that no tile divides", (2,), 45, 77, 24),
-    AttentionCase("large scores", (2,), 64, 64, 32, logit_scale=30.0, scores_by_matmul=True),
+    AttentionCase("large scores", (2,), 64, 64, 32, logit_scale=30.0),
     AttentionCase("causal", (2,), 77, 50, 16, is_causal=True),
 )
 
 
 def check_forward(check: StepCheck, attention: AttentionFunction, device: Device = "cpu") -> None:
     """Properties of `attention(q, k, v, is_causal)`, forward only."""
-    options = {"device": device, "backward": False}
-    _tell_cases(check, attention, _FORWARD, **options)
-    surrounded = torch.full((3, 4, 2 * 50 * 16), torch.nan, device=device, dtype=torch.float32)
-    generator = random_on(device, 0)
-    inputs = [x[1].view(2, 50, 16).normal_(generator=generator) for x in surrounded]
-    inside = attention(*inputs, False).isfinite().all()
-    hint = "NaN from outside the tensors came in: does every load have a mask, with other=0.0?"
-    check("reads nothing out of bounds", inside, hint)
-    case = AttentionCase("a first tile may weigh nothing", (1,), 16, 400, 16, n_padding=260)
-    _tell_cases(check.note, attention, [case], **options)
+    _tell_cases(check, attention, _FORWARD, device=device, backward=False)
 
 
 def check_backward(check: StepCheck, attention: AttentionFunction, device: Device = "cpu") -> None:
@@ -221,17 +210,19 @@ def check_backward(check: StepCheck, attention: AttentionFunction, device: Devic
 
 
 def _tell_cases(
-    show: Callable, attention: AttentionFunction, cases: Iterable[AttentionCase], **options: Any
+    check: StepCheck, attention: AttentionFunction, cases: Iterable[AttentionCase], **options: Any
 ) -> None:
     for case in cases:
-        _tell(show, case.name, check_attention, attention, cases=[case], seed=0, **options)
+        _tell(check, case.name, check_attention, attention, cases=[case], seed=0, **options)
 
 
-def _tell(show: Callable, name: str, assert_right: Callable, *inputs: Any, **options: Any) -> None:
+def _tell(
+    check: StepCheck, name: str, assert_right: Callable, *inputs: Any, **options: Any
+) -> None:
     """Show a property: it holds unless an AssertionError says what is wrong."""
     mistake = ""
     try:
         assert_right(*inputs, **options)
     except AssertionError as error:
         mistake = str(error)
-    show(name, not mistake, mistake)
+    check(name, not mistake, mistake)

@@ -52,20 +52,17 @@ def check_fsdp(wrap: Wrap, *, only: Sequence[str] = (), thorough: bool = False) 
     Args:
         only: the groups of properties to ask for, of GROUPS; () asks for all.
         thorough: also ask for what the assignment does not: rows that the ranks cannot share equally, tied
-            and frozen weights, several backward passes, `no_sync()`, float16, users' hooks.
+            and frozen weights, several backward passes.
     """
     for group in only or GROUPS:
         check_choice("property", group, GROUPS)
         yield from GROUPS[group](wrap)
     if thorough:
-        follow = partial(shared.follow, wrap, optimizers=["SGD"], weights=_whole)
+        follow = partial(shared.follow, wrap, weights=_whole)
         how = "odd numbers of rows, tied, frozen and unused weights"
         yield from follow(how, options=lambda *_: {"rarely": False})
         how = "three backward passes before finish_gradient_synchronization()"
         yield from follow(how, make=_Layers, passes=3)
-        how = "two backward passes under no_sync(), then one that communicates"
-        yield from follow(how, make=_Layers, passes=3, silent=2)
-        yield from shared.unusual(wrap)
 
 
 class _Layers(nn.Sequential):
@@ -105,8 +102,6 @@ def _shards(wrap: Wrap) -> Findings:
     sizes = Counter[str]()
     for name, parameter in wrapped.module.named_parameters():
         sizes[name.rpartition(".")[0]] += parameter.numel()
-    if {id(p) for p in wrapped.parameters()} != {id(p) for p in wrapped.module.parameters()}:
-        yield "its parameters() are not the module's. Put each shard where the module has its weight."
     for name, parameter in _Layers(seed=0).named_parameters():
         n = parameter.numel()
         has = sizes[name.rpartition(".")[0]]
@@ -116,8 +111,7 @@ def _shards(wrap: Wrap) -> Findings:
             yield f"{name!r} still has {has} of {n} elements. A rank keeps its rows, {share}."
         if not is_sharded and has != n:
             yield f"{name!r} was sharded. Leave what is in no Linear or Embedding whole on every rank."
-    held = "of every Linear and Embedding weight a rank keeps its share, which parameters() returns"
-    yield Property(held)
+    yield Property("of every Linear and Embedding weight a rank keeps its share")
 
 
 def _forward(wrap: Wrap) -> Findings:
@@ -228,14 +222,7 @@ def _memory(wrap: Wrap) -> Findings:
                 seen[kind].append((_LAYER_OF[numel], storage))
                 most[kind] = max(most[kind], len(whole(kind, allowed=most[kind])))
 
-    def on_saved(x: Tensor) -> Tensor:
-        note("gather", x.numel(), StorageWeakRef(x.untyped_storage()))
-        return x
-
-    with (
-        observed(lambda sent: note(sent.collective, sent.numel, sent.storage)),
-        torch.autograd.graph.saved_tensors_hooks(on_saved, lambda kept: kept),
-    ):
+    with observed(lambda sent: note(sent.collective, sent.numel, sent.storage)):
         for step in range(2):
             wrapped.zero_grad()
             loss = loss_of(wrapped, dist.get_rank(), step)
@@ -334,12 +321,8 @@ def _prefetch(wrap: Wrap) -> Findings:
 
 def _precision(wrap: Wrap) -> Findings:
     wrapped = wrap(_Layers(seed=0), compute_dtype=_LOW)
-    computed = []
-    wrapped.module.register_forward_hook(lambda _, inputs, output: computed.append(output.dtype))
     one_step(wrapped)
     yield from shared.wrong_kinds(wrapped)
-    if computed and computed[0] != _LOW:
-        yield f"the layers compute in {computed[0]}. Gather into a tensor of compute_dtype."
     for name, shard in wrapped.module.named_parameters():
         if shard.dtype != torch.float32:
             yield f"the shard of {name!r} is {shard.dtype}, not float32."

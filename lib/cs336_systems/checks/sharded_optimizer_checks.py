@@ -17,26 +17,16 @@ Make = Callable[..., Optimizer]
 
 
 @checker
-def check_sharded_optimizer(
-    make: Make, *, only_states: bool = False, thorough: bool = False
-) -> Findings:
+def check_sharded_optimizer(make: Make, *, only_states: bool = False) -> Findings:
     """Try a sharded optimizer in `world_size` CPU processes, against the optimizer that it shards.
 
     It is called as `make(params, optimizer_cls, **kwargs)`; see `on_ranks.checker`.
-
-    Args:
-        only_states: ask only whether it is an optimizer whose states are shared, not yet for the weights.
-        thorough: also ask for what the assignment does not: two dtypes, and fewer parameters than ranks.
+    only_states: ask only whether it is an optimizer whose states are shared, not yet for the weights.
     """
     yield from _shares_states(make)
     if not only_states:
         yield from _updates_all(make)
         yield from _has_groups(make)
-    if thorough:
-        yield from _Pair(make, dtypes=(torch.float32, torch.bfloat16)).step()
-        yield Property("Parameters of two dtypes are updated, each in its own")
-        yield from _Pair(make, count=1).step()
-        yield Property("A rank that owns nothing takes part")
 
 
 def _shares_states(make: Make) -> Findings:
@@ -94,19 +84,10 @@ def _updates_all(make: Make) -> Findings:
 
     pair = _Pair(make)
     mistakes = pair.step(without=2) + pair.step(without=2)
-    x = pair.sharded[2]
-    wrong = {
-        "was given one": x.grad is not None,
-        "was changed": not torch.equal(x, pair.alone[2]),
-        "has states": any(optimizer.state.get(x) for optimizer in pair.inside),
-    }
-    for what, is_wrong in wrong.items():
-        if is_wrong:
-            yield f"a parameter without a gradient {what}. Leave its .grad None: with zeros it decays."
+    if pair.sharded[2].grad is not None:
+        yield "a parameter without a gradient was given one. Leave its .grad None: with zeros it decays."
     yield from mistakes
-    yield Property(
-        "A parameter without a gradient is left alone: no decay, no states, and still no gradient"
-    )
+    yield Property("A parameter without a gradient is left alone: no decay, and still no gradient")
 
 
 def _has_groups(make: Make) -> Findings:
@@ -135,9 +116,6 @@ def _has_groups(make: Make) -> Findings:
         yield from pair.step("after add_param_group,", mend)
         yield ""
     yield from pair.sharing_mistakes()
-    groups = len(pair.candidate.param_groups)
-    if groups != 2:
-        yield f"after add_param_group there are {groups} groups. Call super().add_param_group."
     held = "A group that is added after some steps is trained with its settings, and sharded like the first"
     yield Property(held)
 
@@ -148,15 +126,15 @@ class _Pair:
     inside: the optimizers that the candidate has made. before: the parameters before the last step.
     """
 
-    def __init__(self, make, kind=AdamW, count=8, dtypes=(torch.float32,), groups=list, **settings):
+    def __init__(self, make, kind=AdamW, groups=list, **settings):
         torch.manual_seed(0)
         settings = settings or _SETTINGS
         self.before = []
         self.names = []
-        for n in range(count):
+        for n in range(8):
             shape = _SHAPES[n % 2]
-            self.before.append(torch.randn(shape).to(dtypes[n // 2 % len(dtypes)]))
-            self.names.append(f"parameter {n} of {count}, of shape {shape},")
+            self.before.append(torch.randn(shape))
+            self.names.append(f"parameter {n} of 8, of shape {shape},")
         self.alone = [nn.Parameter(x.clone()) for x in self.before]
         self.sharded = [nn.Parameter(x.clone()) for x in self.before]
         self.steps = 0
@@ -176,7 +154,7 @@ class _Pair:
         self.steps += 1
         self.before = [x.detach().clone() for x in self.sharded]
         for number, (one, other) in enumerate(zip(self.alone, self.sharded, strict=True)):
-            gradient = torch.randn(one.shape, generator=generator).to(one.dtype)
+            gradient = torch.randn(one.shape, generator=generator)
             one.grad = None if number == without else gradient
             other.grad = None if number == without else gradient.clone()
 
@@ -201,10 +179,8 @@ class _Pair:
         shares = [sum(sizes) for sizes in from_all(_state_bytes(self.inside))]
         sizes = _state_bytes([self.optimizer])
         kept = f"the ranks keep {sum(shares)} bytes of states, one optimizer {sum(sizes)}"
-        if sum(shares) > 1.01 * sum(sizes):
-            yield f"{kept}. Give the one inside what it owns."
-        if sum(shares) < 0.99 * sum(sizes):
-            yield f"{kept}. Is all owned?"
+        if abs(sum(shares) / sum(sizes) - 1) > 0.01:
+            yield f"{kept}. Give the one inside what it owns, all of it."
         most = max(shares)
         if most > sum(sizes) / len(shares) + max(sizes):
             share = f"rank {shares.index(most)} keeps {most / sum(sizes):.0%} of the states"

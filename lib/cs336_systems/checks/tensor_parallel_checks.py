@@ -11,7 +11,6 @@ from cs336_systems.checks.exercise import Property, StepCheck
 from cs336_systems.checks.on_ranks import Findings, checker, unlike
 from cs336_systems.model import SwiGLU
 from cs336_systems.parallel import WorkerContext, launch
-from cs336_systems.traffic import watch_collectives
 
 # Different sizes, so that a wrong cut shows.
 _D_MODEL = 6
@@ -90,7 +89,7 @@ Function = type[torch.autograd.Function]
 
 
 def check_sums(check: StepCheck, forward_sum: Function, backward_sum: Function) -> None:
-    """Show whether one adds up two ranks' tensors in forward, the other in backward, both in their group."""
+    """Show whether one adds up two ranks' tensors in forward, the other in backward."""
     _show(check, launch(_try_sums, 2, forward_sum, backward_sum, backend="gloo", timeout_s=60))
 
 
@@ -108,25 +107,23 @@ def _show(check: StepCheck, by_rank: list[list[tuple]]) -> None:
 def _try_sums(context: WorkerContext, forward_sum: Function, backward_sum: Function) -> list[tuple]:
     rank = context.rank
     numbers = torch.tensor([[[1.0, 2.0], [11.0, 12.0]], [[3.0, 5.0], [103.0, 105.0]]])
-    alone, _ = dist.new_subgroups(1)
     found = []
     for function, summed in ((forward_sum, 0), (backward_sum, 1)):
-        for group, where in ((None, ""), (alone, " in a group of one")):
-            name = f"{function.__name__}{where}"
-            x, grad = numbers[:, rank].clone()
-            x.requires_grad_()
-            y = function.apply(x, group)
-            y.backward(grad)
-            for place, made in enumerate((y, x.grad)):
-                wanted = numbers[place, rank]
-                what = "this rank's own, passed on"
-                if place == summed and group is None:
-                    wanted = numbers[place].sum(0)
-                    what = "the sum of the ranks"
-                told = f"{name}, {('forward', 'backward')[place]}: {what}"
-                found.append((told, made.equal(wanted), f"{made.tolist()}; use the group"))
-            kept = torch.stack((x, grad)).equal(numbers[:, rank])
-            found.append((f"{name} keeps input and gradient", kept, "give all_reduce a copy"))
+        name = function.__name__
+        x, grad = numbers[:, rank].clone()
+        x.requires_grad_()
+        y = function.apply(x, None)
+        y.backward(grad)
+        for place, made in enumerate((y, x.grad)):
+            wanted = numbers[place, rank]
+            what = "this rank's own, passed on"
+            if place == summed:
+                wanted = numbers[place].sum(0)
+                what = "the sum of the ranks"
+            told = f"{name}, {('forward', 'backward')[place]}: {what}"
+            found.append((told, made.equal(wanted), str(made.tolist())))
+        kept = torch.stack((x, grad)).equal(numbers[:, rank])
+        found.append((f"{name} keeps input and gradient", kept, "give all_reduce a copy"))
     return found
 
 
@@ -138,24 +135,21 @@ def _try_gather(context: WorkerContext, layer: Function) -> list[tuple]:
     grads = torch.randn(2, 5, 6).mT
     x = xs[rank].clone().requires_grad_()
     weight = weights[rank].clone().requires_grad_()
-    with watch_collectives() as messages:
-        y = layer.apply(x, weight, None)
-        assert len(y) == 6, f"the output is {tuple(y.shape)}: gathered?"
-        tensors = [*y.grad_fn.saved_tensors, *vars(y.grad_fn).values()]
-        kept = [t.untyped_storage().nbytes() for t in tensors if torch.is_tensor(t)]
-        try:
-            y.backward(grads[rank])
-        except RuntimeError as error:
-            raise AssertionError(f"backward: {error}; gather again?") from error
+    y = layer.apply(x, weight, None)
+    assert len(y) == 6, f"the output is {tuple(y.shape)}: gathered?"
+    tensors = [*y.grad_fn.saved_tensors, *vars(y.grad_fn).values()]
+    kept = [t.untyped_storage().nbytes() for t in tensors if torch.is_tensor(t)]
+    try:
+        y.backward(grads[rank])
+    except RuntimeError as error:
+        raise AssertionError(f"backward: {error}; gather again?") from error
     whole = xs.flatten(0, 1)
     d_x = (grads @ weights).sum(0).split(3)[rank]
-    sent = sorted(each.collective for each in messages)
     d_weight = grads[rank].T @ whole
     near = partial(torch.allclose, atol=1e-5)
     return [
         ("output of all tokens", near(y, whole @ weights[rank].T), "gathered?"),
         ("the weight's gradient is of all tokens", near(weight.grad, d_weight), "gather again"),
         ("the input's is summed, then cut", near(x.grad, d_x), "scattered, not sliced?"),
-        ("two gathers and a scatter", sent == 2 * ["all_gather"] + ["reduce_scatter"], str(sent)),
         ("the gathered input is not kept", max(kept, default=0) < whole.nbytes, "save x alone"),
     ]

@@ -1,0 +1,61 @@
+"""The fused kernels beside the same of PyTorch's operations, and shapes to try."""
+
+import torch
+from torch.nn import functional as F
+
+from cs336_systems.checks.accuracy import Operation, rows_and_weight
+from cs336_systems.functional import at_least_float32, rotary
+from cs336_systems.training.linear_cross_entropy import IGNORED
+
+
+def _plain_linear_cross_entropy(hidden, weight, targets):
+    """From logits in the dtype of the hidden states, in float32 from there on, as in the model."""
+    logits = at_least_float32(hidden @ weight.T)
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def _rotary_inputs(shape, generator):
+    *_, positions, d = shape
+    angles = 1000 * torch.rand(positions + 3, d // 2, generator=generator, dtype=torch.float32)
+    return [torch.randn(shape, generator=generator), angles.cos(), angles.sin()]
+
+
+def _loss_inputs(shape, generator):
+    """shape: of the hidden states, and the size of the vocabulary."""
+    *leading, d, vocabulary = shape
+    hidden = torch.randn(*leading, d, generator=generator)
+    weight = torch.randn(vocabulary, d, generator=generator)
+    targets = torch.randint(vocabulary, leading, generator=generator)
+    ignored = torch.rand(leading, generator=generator) < 0.2
+    # One at least counts.
+    ignored.view(-1)[:1] = False
+    return [hidden, weight * 2 / d**0.5, targets.masked_fill(ignored, IGNORED)]
+
+
+FUSED = {
+    "rms_norm": Operation(
+        lambda x, weight: F.rms_norm(x, weight.shape, weight, eps=1e-5),
+        ("x", "weight"),
+        rows_and_weight,
+        ((64, 128), (37, 100), (2, 3, 5, 33), (1, 1500), (300, 40), (7,)),
+    ),
+    "rotary": Operation(
+        lambda x, cos, sin: rotary(x, cos[: x.shape[-2]], sin[: x.shape[-2]]),
+        ("x", "Cos", "Sin"),
+        _rotary_inputs,
+        ((2, 3, 40, 64), (2, 37, 20), (1, 2), (70, 128), (2, 1, 2, 9, 6)),
+    ),
+    "swiglu": Operation(
+        lambda a, b: F.silu(a) * b,
+        ("a", "b"),
+        lambda shape, generator: [2 * torch.randn(shape, generator=generator) for _ in range(2)],
+        ((64, 128), (37, 101), (2, 3, 5, 33), (1, 4999), (7,)),
+    ),
+    "linear_cross_entropy": Operation(
+        _plain_linear_cross_entropy,
+        ("hidden", "weight", "Targets"),
+        _loss_inputs,
+        # Of a single token a few probabilities decide, and so chance, who is how far off.
+        ((2, 33, 64, 300), (30, 20, 1000), (50, 17, 37)),
+    ),
+}
