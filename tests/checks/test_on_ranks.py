@@ -224,8 +224,8 @@ def test_less_or_more_can_be_asked_for(capsys):
     unsent = written("41", "AsyncSharded").made(BROADCASTS, "[]")
     checks.check_sharded_optimizer(unsent, only_states=True)
     assert "3 cases right" in capsys.readouterr().out
-    with pytest.raises(AssertionError, match=r"ShortOverlap, rank 0: three backward passes"):
-        checks.check_ddp(written("35", "ShortOverlap").made(), world_size=1, thorough=True)
+    with pytest.raises(AssertionError, match="three backward passes"):
+        checks.check_ddp(written("35", "ShortOverlap").made(), thorough=True)
     not_ahead = written("43", "MyFSDP").made("place : place + 3", "place : place + 1")
     checks.check_fsdp(not_ahead, only=("shards", "forward"))
     with pytest.raises(AssertionError, match="rank 0, 1: the all-gather of 'up'"):
