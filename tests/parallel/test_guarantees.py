@@ -20,6 +20,7 @@ from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 from wrappers import (
     ALL,
+    DDP,
     FSDPS,
     backward,
     one_pass,

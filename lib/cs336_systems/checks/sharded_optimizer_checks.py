@@ -189,5 +189,6 @@ class _Pair:
 
 def _state_bytes(optimizers: list[Optimizer]) -> list[int]:
     """Of the moments of each parameter; a count of steps is one number."""
-    states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    return [sum(x.nbytes for x in state.values() if x.numel() > 1) for state in states]
+    # Optimizers of single buckets may share them.
+    states = {id(state): state for each in optimizers for state in each.state.values()}
+    return [sum(x.nbytes for x in state.values() if x.numel() > 1) for state in states.values()]
