@@ -3,7 +3,7 @@ PY := .venv/bin/python
 # Tests at the same time: up to four, of one thread each. On a GPU one after the other: they would share its memory.
 WORKERS = $(shell $(PY) -c 'import os, torch; print(0 if torch.cuda.is_available() else min(4, os.cpu_count()))')
 
-.PHONY: help setup run list test test-bounds solutions claims lab learn notebooks site figures clean
+.PHONY: help setup run list test test-bounds solutions planted claims lab learn notebooks site figures clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -26,6 +26,9 @@ test-bounds: ## part of the tests with the oldest, the newest and mixed versions
 
 solutions: setup ## try all right and wrong solutions of the notebooks' steps (for owners)
 	CS336_ALL_SOLUTIONS=1 OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) tests/checks/test_solutions.py $(ARGS)
+
+planted: setup ## plant known bugs one at a time in a copy: does a test catch each? (for owners; takes long)
+	@$(PY) -m tests.planted $(ARGS)
 
 claims: setup ## perturb the rows: which answers stand all the same? (for owners; takes long)
 	@$(PY) -m tests.claims $(ARGS)

@@ -3,16 +3,18 @@
     python -m tests.attention.races                                        a hundred times each
     compute-sanitizer --tool memcheck python -m tests.attention.races --times 1
     compute-sanitizer --tool racecheck python -m tests.attention.races --times 1
-    python -m tests.attention.races --times 10000            is P overwritten?
+    python -m tests.attention.races --forward 10000          Hopper's forward alone: is P overwritten?
 
 The last is for each assembler that comes into use: up to 13.2 they can be wrong about a left operand in
-registers while its matmul runs (Triton's issue 9433, pull request 11781), which P is. TRITON_PTXAS_PATH, from
-Triton 3.9 on TRITON_PTXAS_BLACKWELL_PATH, names another assembler.
+registers while its matmul runs (Triton's issue 9433, pull request 11781), which P is. It runs the forward so
+often on each of ten shapes, by itself and beside matmuls on another stream, and counts the numbers of O and L
+whose bits are not the first run's; once it compares O with float64. TRITON_PTXAS_PATH, from Triton 3.9 on
+TRITON_PTXAS_BLACKWELL_PATH, names another assembler.
 
 Sizes are small, for the sanitizer. Its racecheck names two things that are no races: Triton's hand-over to
 warps with roles, in Hopper's forward and backward, which barriers of the whole block order; and in the
 forward the next item's store and load, which an mbarrier orders, and racecheck does not know those.
-Exit code 1: results differ, or other kernels ran than races.csv says.
+Exit code 1: results differ or are wrong, or other kernels ran than races.csv says.
 """
 
 import argparse
@@ -24,17 +26,17 @@ import torch
 import triton
 from triton.backends.nvidia.compiler import get_ptxas
 
+from cs336_systems.attention import FlashAttentionTriton
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
 from cs336_systems.attention.hopper_common import has_registers_for_backward
 from cs336_systems.attention.launcher import Launcher, contiguous, tuning_for
 from cs336_systems.attention.tiles import Tuning
-from cs336_systems.checks import AttentionCase
+from cs336_systems.checks import AttentionCase, check_attention
 
 
 def rows_of(name: str) -> list[dict]:
     """Rows of a table of cases; leading dimensions stand in one cell."""
-    path = Path(__file__).with_name(name)
-    table = pd.read_csv(path, comment="#", dtype={"leading": str})
+    table = pd.read_csv(Path(__file__).with_name(name), comment="#", dtype={"leading": str})
     rows = table.fillna({"leading": ""}).to_dict("records")
     for row in rows:
         row["leading"] = tuple(map(int, row["leading"].split()))
@@ -50,29 +52,61 @@ for row in rows_of("races.csv"):
 
 
 def main() -> int:
-    prog = "python -m tests.attention.races"
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.attention.races", description=__doc__)
     parser.add_argument("--times", type=int, default=100)
+    parser.add_argument("--forward", type=int, metavar="TIMES")
     options = parser.parse_args()
+    times = options.times if options.forward is None else options.forward
+    if times < 1:
+        parser.error(f"{times} times; allowed: 1 or more")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         parser.error("the cases are for a Hopper GPU, and torch sees none here")
     print(f"Triton {triton.__version__}, ptxas {get_ptxas(90).version}")
-    wrong = False
+    wrong = 0
     for case, dtype, wanted in CASES:
         if not has_registers_for_backward():
             wanted = wanted.replace("hopper_backward", "dq, dkdv")
-        tuning = tuning_for(dtype, case.d, torch.device("cuda"))
-        launched = launched_of(case, tuning)
-        differing = what_differs(case, dtype, options.times)
-        print(case.name, launched, differing or "the same every time", sep=": ", flush=True)
-        wrong |= bool(differing) or launched != wanted
-    return int(wrong)
+        launched = launched_of(case, tuning_for(dtype, case.d, torch.device("cuda")))
+        wrong += launched != wanted
+        if options.forward is None:
+            differing = what_differs(case, dtype, times)
+            print(case.name, launched, differing or "the same every time", sep=": ", flush=True)
+        elif launched.startswith("hopper_forward"):
+            differing = [
+                numbers_that_differ(case, dtype, times, beside) for beside in (False, True)
+            ]
+            counts = "{} numbers differ in {} runs alone, {} in as many beside matmuls"
+            said = counts.format(differing[0], times, differing[1])
+            print(case.name, launched, said, sep=": ", flush=True)
+            check_attention(FlashAttentionTriton.apply, cases=[case], dtype=dtype, backward=False)
+        else:
+            differing = ()
+        wrong += any(differing)
+    return bool(wrong)
+
+
+def numbers_that_differ(case: AttentionCase, dtype: torch.dtype, times: int, beside: bool) -> int:
+    """How many numbers of O and L have other bits than in the first run; beside matmuls on another stream."""
+    q, k, v, _ = random_inputs(case, dtype)
+    first = flash_forward(q, k, v, case.is_causal)
+    differing = torch.zeros((), dtype=torch.int64, device="cuda")
+    a = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    product = torch.empty_like(a)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for _ in range(times):
+        if beside:
+            with torch.cuda.stream(stream):
+                torch.mm(a, a, out=product)
+        for x, once in zip(flash_forward(q, k, v, case.is_causal), first, strict=True):
+            bits = torch.int16 if x.itemsize == 2 else torch.int32
+            differing += (x.view(bits) != once.view(bits)).sum()
+    return differing.item()
 
 
 def launched_of(case: AttentionCase, tuning: Tuning) -> str:
     """By forward and backward, as races.csv writes them."""
-    q = contiguous(case.leading + (case.n_queries, case.d))
-    k = contiguous(case.leading + (case.n_keys, case.d))
+    q, k = (contiguous(case.leading + (n, case.d)) for n in (case.n_queries, case.n_keys))
     forward = Launcher((q, k, k, q), tuning, case.is_causal).plan
     backward = Launcher((q, k, k, q, q, q, k, k), tuning, case.is_causal).plan
     ((kernel, tile),) = forward.tiles.items()
@@ -85,11 +119,8 @@ def launched_of(case: AttentionCase, tuning: Tuning) -> str:
 
 def random_inputs(case: AttentionCase, dtype: torch.dtype) -> list[torch.Tensor]:
     """Q, K, V, dO."""
-
-    def draw(n: int) -> torch.Tensor:
-        return torch.randn(*case.leading, n, case.d, device="cuda").to(dtype)
-
-    return list(map(draw, (case.n_queries, case.n_keys, case.n_keys, case.n_queries)))
+    lengths = case.n_queries, case.n_keys, case.n_keys, case.n_queries
+    return [torch.randn(*case.leading, n, case.d, device="cuda").to(dtype) for n in lengths]
 
 
 def both_passes(q, k, v, do, is_causal=True) -> tuple[torch.Tensor, ...]:
@@ -109,12 +140,9 @@ def what_differs(case: AttentionCase, dtype: torch.dtype, times: int) -> list[st
         o, lse, *_, dq, dk, dv = both_passes(q, k, v, do, case.is_causal)
         exact = {"O": o, "L": lse, "dK": dk, "dV": dv}
         first = first or exact | {"dQ": dq}
-        for name, x in exact.items():
-            if not torch.equal(x, first[name]):
-                differing.add(name)
-        first_dq = first["dQ"]
-        largest = first_dq.nan_to_num().abs().max().item()
-        if not torch.allclose(dq, first_dq, rtol=2**-7, atol=1e-5 * largest):
+        differing |= {name for name, x in exact.items() if not torch.equal(x, first[name])}
+        rounding = 1e-5 * first["dQ"].nan_to_num().abs().max().item()
+        if not torch.allclose(dq, first["dQ"], rtol=2**-7, atol=rounding):
             differing.add("dQ")
     return sorted(differing)
 
