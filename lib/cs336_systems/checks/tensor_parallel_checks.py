@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from cs336_systems.checks.exercise import Property, StepCheck
 from cs336_systems.checks.on_ranks import Findings, checker, unlike
@@ -107,6 +107,7 @@ def _show(check: StepCheck, by_rank: list[list[tuple]]) -> None:
 def _try_sums(context: WorkerContext, forward_sum: Function, backward_sum: Function) -> list[tuple]:
     rank = context.rank
     numbers = torch.tensor([[[1.0, 2.0], [11.0, 12.0]], [[3.0, 5.0], [103.0, 105.0]]])
+    alone, _ = dist.new_subgroups(1)
     found = []
     for function, summed in ((forward_sum, 0), (backward_sum, 1)):
         name = function.__name__
@@ -124,6 +125,13 @@ def _try_sums(context: WorkerContext, forward_sum: Function, backward_sum: Funct
             found.append((told, made.equal(wanted), str(made.tolist())))
         kept = torch.stack((x, grad)).equal(numbers[:, rank])
         found.append((f"{name} keeps input and gradient", kept, "give all_reduce a copy"))
+        x, grad = numbers[:, rank].clone()
+        x.requires_grad_()
+        y = function.apply(x, alone)
+        y.backward(grad)
+        own = torch.stack((y, x.grad)).equal(numbers[:, rank])
+        told = f"{name}, a group of this rank alone: its own"
+        found.append((told, own, "all ranks are summed; give all_reduce the group"))
     return found
 
 
@@ -147,9 +155,29 @@ def _try_gather(context: WorkerContext, layer: Function) -> list[tuple]:
     d_x = (grads @ weights).sum(0).split(3)[rank]
     d_weight = grads[rank].T @ whole
     near = partial(torch.allclose, atol=1e-5)
+    alone, _ = dist.new_subgroups(1)
+    in_group = _is_of_this_rank(layer, xs[rank], weights[rank], grads[rank, : len(x)], alone)
     return [
         ("output of all tokens", near(y, whole @ weights[rank].T), "gathered?"),
         ("the weight's gradient is of all tokens", near(weight.grad, d_weight), "gather again"),
         ("the input's is summed, then cut", near(x.grad, d_x), "scattered, not sliced?"),
         ("the gathered input is not kept", max(kept, default=0) < whole.nbytes, "save x alone"),
+        (
+            "a group of this rank alone: its own tokens",
+            in_group,
+            "is the group used, in backward, too?",
+        ),
     ]
+
+
+def _is_of_this_rank(
+    layer: Function, x: Tensor, weight: Tensor, grad: Tensor, alone: dist.ProcessGroup
+) -> bool:
+    inputs = [each.clone().requires_grad_() for each in (x, weight)]
+    try:
+        y = layer.apply(*inputs, alone)
+        found = y, *torch.autograd.grad(y, inputs, grad)
+    except (RuntimeError, ValueError):  # tokens of other ranks are too many
+        return False
+    wanted = x @ weight.T, grad @ weight, grad.T @ x
+    return all(torch.allclose(*pair, atol=1e-5) for pair in zip(found, wanted, strict=True))
