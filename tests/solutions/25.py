@@ -172,9 +172,6 @@ WRONG = {
     },
     "tile_gradients": {
         "the power of e without its factor": [(" * 1.4426950408889634", "")],
-        "the second product in TF32": [
-            ('tl.trans(v), input_precision="ieee"', "tl.trans(v)"),
-        ],
         "hidden scores are zero": [('-float("inf")', "0.0")],
         "the scale in dS as well": [
             ("p * (dp - delta[:, None])", "p * (dp - delta[:, None]) * scale")

@@ -35,6 +35,7 @@ def _visit_kernel(
     v_ptr,
     visible_ptr,
     o_ptr,
+    lse_ptr,
     scale_log2,
     visit: tl.constexpr,
     TILES: tl.constexpr,
@@ -53,6 +54,7 @@ def _visit_kernel(
         visible = tl.load(visible_ptr + place) != 0
         m, total, acc = visit(q, k, v, visible, m, total, acc, scale_log2)
     tl.store(o_ptr + square, acc / total[:, None])
+    tl.store(lse_ptr + rows, m + tl.log2(total))
 
 
 def check_visit(check: StepCheck, visit: JITFunction, device: Device = "cpu") -> None:
@@ -72,7 +74,8 @@ def check_visit(check: StepCheck, visit: JITFunction, device: Device = "cpu") ->
         if hide:
             visible[hidden, :, hide] = 0
         output = torch.full_like(q[0], torch.nan)
-        _visit_kernel[1,](q, k, v, visible, output, scale * _LOG2_E, visit, tiles, _TILE)
+        lse = torch.empty_like(q[0, 0])
+        _visit_kernel[1,](q, k, v, visible, output, lse, scale * _LOG2_E, visit, tiles, _TILE)
         scores = (scale * q @ k.mT).masked_fill(visible == 0, -torch.inf)
         weights = scores.movedim(0, 1).flatten(1).softmax(-1)
         # A maximum that is not the scores' own gives the same output, if sum and output share it.
@@ -83,9 +86,20 @@ def check_visit(check: StepCheck, visit: JITFunction, device: Device = "cpu") ->
     empty = "exp2(-inf - -inf) is NaN: while the maximum is -inf, subtract 0"
     check("one tile is a softmax", agrees(1), "p = exp2(s * scale_log2 - m_new)")
     check("each further tile corrects the sums", agrees(5, 2.0), together)
-    check("hidden keys weigh nothing", agrees(2, hide=slice(1, None)), "is a hidden score -inf?")
+    hide = slice(1, None)
+    weigh_nothing = agrees(2, hide=hide) and agrees(2, 100.0, hide)
+    check("hidden keys weigh nothing", weigh_nothing, "are they -inf before the maximum?")
     check("large scores stay finite", agrees(2, 100.0), first)
     check("a first tile may be hidden", agrees(2, hide=slice(None), hidden=0), empty)
+
+    q, k, v = _random_tiles(3, device)
+    lse = torch.empty_like(q[0])
+    seen = torch.ones_like(q, dtype=torch.int32)
+    # The scale is 1, which m may leave out.
+    _visit_kernel[1,](q, k, v.bfloat16(), seen, torch.empty_like(q), lse, 1.0, visit, 1, _TILE)
+    wanted = (q @ k.T / _LOG2_E).logsumexp(-1) * _LOG2_E
+    is_exact = torch.allclose(lse, wanted, rtol=1e-5, atol=1e-5)
+    check("total stays float32", is_exact, "add up p before it is rounded to v's type")
 
 
 @triton.jit
