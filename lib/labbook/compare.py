@@ -58,7 +58,10 @@ def beside_published(
     keys = list(keys)
     theirs = theirs.rename(columns={value: "theirs", "gpu": "card"})
     ours = ours[keys + [value]].rename(columns={value: "ours"})
-    both = theirs.merge(ours, on=keys).dropna(subset=["theirs", "ours"])
+    # Of a key one may have whole numbers, the other fractions.
+    numbers = dict.fromkeys(ours[keys].select_dtypes("number"), float)
+    both = theirs.astype(numbers).merge(ours.astype(numbers), on=keys)
+    both = both.dropna(subset=["theirs", "ours"])
     # A gap in a key made floats of its whole numbers.
     both[keys] = both[keys].convert_dtypes()
     both["ratio"] = both["theirs"] / both["ours"]

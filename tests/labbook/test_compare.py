@@ -1,3 +1,5 @@
+import warnings
+
 import pandas as pd
 import pytest
 
@@ -14,10 +16,11 @@ def test_a_report_stands_beside_what_both_measured():
         (1, 4.0, "b"),
         (2, 5.0, "c"),
         (3, None, "d"),
-        (4, 6.0, "e"),
+        (4.5, 6.0, "e"),  # a fraction where ours are whole
     ]
     theirs = pd.DataFrame(rows, columns=["d_head", "p50_ms", "gpu"])
-    both = beside_published(theirs, ours, ["d_head"], "p50_ms")
+    with warnings.catch_warnings(action="error"):
+        both = beside_published(theirs, ours, ["d_head"], "p50_ms")
     first, second = both.to_numpy().tolist()
     assert first == [1, 3, 1, 3, "a"]
     assert second == [1, 4, 1, 4, "b"]
