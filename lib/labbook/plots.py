@@ -199,7 +199,12 @@ def _draw_groups(
     axes: Axes, heights: pd.DataFrame, colors: Mapping, width: float, **style: object
 ) -> None:
     """Bars for each line of a table, side by side, or stacked; numbers beside them are plain."""
-    names = [textwrap.fill(value_label(name, heights.index.name), 16) for name in heights.index]
+    places = len(heights) * min(len(axes.figure.axes), 3)
+    characters = min(16, max(8, 96 // places))  # below a group, so that names do not touch
+    names = [
+        textwrap.fill(value_label(name, heights.index.name), characters, break_long_words=False)
+        for name in heights.index
+    ]
     look = {"color": colors, "edgecolor": PAPER, "lw": 0.8, "legend": False, "rot": 0}
     heights.set_axis(names).plot.bar(ax=axes, width=width, xlabel="", **look, **style)
     axes.grid(False, axis="x")
