@@ -89,7 +89,7 @@ WRONG = {
         ("next_state", "correction * total", "total", "total, too"),
         ("attend_tile", "first + n_queries", "2**30", "tile's last row"),
         ("tile_product", "(columns[:, None] < n) & ", "", "product_kernel loads"),
-        ("visit_keys", "s = tl.where(visible, s, -float(\"inf\"))", "pass", "are they -inf before the maximum"),
+        ("visit_keys", "s = tl.where(visible, s, -float(\"inf\"))", "pass", "are they -inf"),
         ("is_visible", ">= keys", "> keys", "sees itself"),
         ("attend", "tl.max(rows, 0) + 1", "n_keys", "tile's last row"),
         ("attend", "0.6931471805599453", "1.0", "logsumexp"),
