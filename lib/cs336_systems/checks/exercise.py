@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.checks.bounds import inside_tensors
 
@@ -24,6 +25,16 @@ _VERDICTS = {True: "right", False: "not right", None: "not yet"}
 _NOT_WRITTEN = re.compile(r"NotImplementedError(\(\))?:?['\")]*\s*$", re.MULTILINE)
 _NOTHING = "nothing is returned; is a `return` missing?"
 TIMEOUT_S = 75.0  # more than the time limit of ranks, whose message says where they are
+
+
+class ValueReads(TorchDispatchMode):
+    """Counts how often a tensor's value is read, which waits for a GPU: by `.item()`, `if`, `assert`."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
 
 
 class Property(NamedTuple):
