@@ -98,6 +98,11 @@ def _legend(colors: Mapping, column: str | None, entry: Callable = Patch) -> lis
     return [entry(color=color, label=named(column, value)) for value, color in colors.items()]
 
 
+def _visible(colors: Mapping, shares: pd.Series) -> dict[Hashable, str]:
+    """The colours of what takes more than a thousandth: less needs no place in a legend."""
+    return {value: color for value, color in colors.items() if shares.get(value, 0) > 1e-3}
+
+
 def _places(values: pd.Series) -> pd.Series:
     """Where values stand on an x axis: numbers at themselves, text at equal distances."""
     names = ordered(values, values.name)
@@ -249,7 +254,9 @@ def stacked_bars(
     if share:
         first.set_yticks(range(0, 101, 25), [f"{tick} %" for tick in range(0, 101, 25)])
     ylabel = "share of time" if share else column_label(y)
-    return Drawing(chart, _legend(colors, part), column_label(x), ylabel)
+    sums = frame.pivot_table(y, bar, part, "sum")
+    shares = sums.div(sums.sum(axis=1), axis=0).max()
+    return Drawing(chart, _legend(_visible(colors, shares), part), column_label(x), ylabel)
 
 
 @plot
@@ -283,6 +290,8 @@ def spans(
     frame = frame.assign(_start=frame[start], _length=frame[end] - frame[start])
     frame["_place"] = frame[lane].map(lanes.index)
     frame["_half"] = frame[side].map(sides.index) if side else 0
+    frame["_shade"] = frame[color].map(list(colors).index)
+    frame["_named"] = frame[text].ne("") if text else False
     height = (0.72 if side else 0.58) * max(len(lanes), 1.5) + 0.75
     chart, panels = sheet(frame, facet, height=height)
     for axes, rows in panels:
@@ -292,19 +301,25 @@ def spans(
         plain_numbers(axes.xaxis)
         for place in range(len(lanes)):
             axes.axhspan(place - 0.4, place + 0.4, color=ZONE, lw=0, zorder=0.5)
-        for (value, place, half), boxes in rows.groupby([color, "_place", "_half"]):
+        # In the order of the colours: what is exposed lies over what was hidden.
+        for (_, place, half, named), boxes in rows.groupby(["_shade", "_place", "_half", "_named"]):
             where = boxes[["_start", "_length"]].to_numpy()
             lower = place - 0.4 + 0.4 * half
-            edge = PAPER if text else colors[value]
-            width = 0.6 if half or text else 0
-            look = {"facecolor": colors[value], "edgecolor": edge, "lw": width, "zorder": 2}
+            shade = colors[boxes[color].iloc[0]]
+            edge = PAPER if named else shade
+            width = 0.6 if half or named else 0
+            look = {"facecolor": shade, "edgecolor": edge, "lw": width, "zorder": 2}
             axes.broken_barh(where, (lower, 0.8 / len(sides)), **look)
     chart.draw_without_rendering()  # only now it is known how much room there is
     for axes, rows in panels:
-        for row in rows[rows[text].ne("")].to_dict("records") if text else ():
+        for row in rows[rows["_named"]].to_dict("records"):
             ends = np.clip([row[start], row[end]], *window)
             _write_inside(axes, ends, row["_place"], row[text])
-    return Drawing(chart, _legend(colors, color), "time since the step began (ms)")
+    # A box in the lower half is drawn however short: it belongs into the legend.
+    duration = window[1] - window[0]
+    drawn = (frame["_length"] + frame["_half"] * duration).groupby(frame[color]).sum()
+    legend = _legend(_visible(colors, drawn / duration), color)
+    return Drawing(chart, legend, "time since the step began (ms)")
 
 
 def _write_inside(axes: Axes, ends: Sequence[float], place: int, text: str) -> None:

@@ -177,6 +177,19 @@ def test_two_sides_of_a_lane_touch():
     assert boxes(chart, PURPLE) == [[8, 9, 0, 0.4]]
 
 
+def test_what_is_exposed_lies_over_what_was_hidden_and_what_cannot_be_seen_is_not_in_the_legend():
+    rows = [
+        ("a", "communication, exposed", 5, 8),
+        ("a", "communication, hidden", 0, 10),
+        ("a", "copies", 8, 8.001),
+    ]
+    frame = pd.DataFrame(rows, columns=["step", "doing", "start_ms", "end_ms"])
+    chart = spans(frame, "step", "doing")
+    drawn = [to_hex(each.get_facecolor()[0]) for each in chart.axes[0].collections]
+    assert drawn.index(VERMILLION.lower()) > drawn.index(GREEN.lower())
+    assert "copies" not in texts(chart)
+
+
 def test_a_picture_does_not_follow_the_users_style(rows):
     plain = lines(rows, **BY_CONTEXT)
     with mpl.style.context(["dark_background", {"font.family": "serif"}]):
