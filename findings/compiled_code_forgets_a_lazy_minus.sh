@@ -1,10 +1,10 @@
 #!/bin/sh
 # What surprises: a tensor may carry its minus sign as a bit (`z.conj().imag` does), which every eager operation
 # honours. Code from torch.compile reads its memory as it is: the result has the other sign, without a warning.
-#   Package   torch 2.13.0 (with numpy 2.3.5), from the Python package index; the same with 2.15.0
+#   Package   torch 2.13.0 (with numpy 2.3.5), from the Python package index; elementwise code is the same with 2.15.0
 #   Source    torch/_inductor: loads go by pointer, past the dispatch key that negates; PyTorch's issue 145093
 #   Expected  compiled and eager agree, or compiling refuses the tensor
-#   Happens   elementwise code and a softmax are wrong in every element; a matmul alone, left to ATen, is right
+#   Happens   elementwise code and a softmax are wrong; a matmul alone, left to ATen, is right
 #   What to do  x.resolve_neg() before compiled code and before kernels launched by pointer; x.is_neg() tells
 #   Output seen (Python 3.11.7)
 #     the bit is set: True
