@@ -27,12 +27,6 @@ FSDPS = {
 ALL = DDP | FSDPS
 
 
-def scattered(module):
-    """A ReduceScatterDDP, whose optimizer is its attribute."""
-    optimizer = parallel.ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
-    return parallel.ReduceScatterDDP(module, optimizer)
-
-
 class Odd(nn.Module):
     """Transposed weights, scalars, empty parameters, integer and boolean buffers."""
 

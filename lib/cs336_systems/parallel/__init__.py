@@ -4,7 +4,6 @@ from cs336_systems.parallel.ddp import DataParallel, FlatDDP, NaiveDDP, start_me
 from cs336_systems.parallel.fsdp import FSDP
 from cs336_systems.parallel.launch import WorkerContext, WorkerError, backends_here, launch, stream
 from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP, bucket_bytes
-from cs336_systems.parallel.reduce_scatter import ReduceScatterDDP, start_mean_of_shards
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 from cs336_systems.parallel.shards import (
     fill_buckets,

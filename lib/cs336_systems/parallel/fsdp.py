@@ -20,14 +20,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cs336_systems.functional import at_least_float32
 from cs336_systems.parallel import guards
-from cs336_systems.parallel.ddp import average_flat, in_backward, weak_hook
+from cs336_systems.parallel.ddp import DataParallel, average_flat, in_backward, weak_hook
 from cs336_systems.parallel.parameter_group import (
     CommunicationStream,
     Home,
     ParameterGroup,
     State,
 )
-from cs336_systems.parallel.sharded_gradients import ShardedGradients
 
 Types = Sequence[type[nn.Module] | str]
 
@@ -36,7 +35,7 @@ class _Hook(partial):
     __reduce_ex__ = guards.refuse_copies  # a module with hooks cannot be copied or pickled
 
 
-class FSDP(ShardedGradients):
+class FSDP(DataParallel):
     """Parameters, gradients and optimizer state sharded over the ranks (ZeRO 3, Rajbhandari et al. 2020).
 
     Wrapping gives every rank rank 0's values, and then leaves it its rows of every parameter of the modules
@@ -373,6 +372,23 @@ class FSDP(ShardedGradients):
         self._free_all()
         self._is_over = False
         self._knows_order = True
+
+    def _settle(self) -> None:
+        """Also: a gradient that is infinite or NaN on one rank puts a NaN into those of every rank."""
+        gradients = [parameter.grad for parameter in self._trainable]
+        shards = [each for each in gradients if each is not None and each.numel()]
+        used = self._used_here()
+        is_bad = used.new_zeros(1)
+        if shards:
+            largest = torch.stack(torch._foreach_norm(shards, torch.inf))
+            is_bad = largest.isfinite().all().logical_not().view(1)
+        # One message for both: a start costs more than its bytes.
+        flags = torch.cat((used, is_bad))
+        self._all_reduce_flags(flags)
+        if shards:
+            # On a GPU without reading the flag. as_strided is a view of any layout, where flatten() may copy.
+            nan = torch.where(flags[-1].bool(), torch.nan, 0.0)
+            torch._foreach_add_([shard.as_strided((), ()) for shard in shards], nan)
 
     def _apply(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDP":
         """What `to`, `half`, `cuda` and the like call."""

@@ -14,13 +14,7 @@ from torch import Tensor, nn
 
 from cs336_systems.parallel.ddp import GRADIENT_IS_GONE, DataParallel, start_mean, weak_hook
 from cs336_systems.parallel.guards import check_bucket_size
-from cs336_systems.parallel.shards import (
-    BucketMemory,
-    Segments,
-    allocate,
-    fill_buckets,
-    segment_bytes,
-)
+from cs336_systems.parallel.shards import BucketMemory, allocate, fill_buckets, segment_bytes
 
 
 class OverlappedDDP(DataParallel):
@@ -77,7 +71,7 @@ class OverlappedDDP(DataParallel):
         # What is being averaged must not be added to. And ranks whose passes reach different parameters have
         # to send the gradients of one pass before those of the next.
         if self._is_over or index in self._ready:
-            self._begin_another_pass()
+            self._complete_pass()
 
     def _gradient_is_ready(self, index: int) -> None:
         self._unused.discard(index)
@@ -114,8 +108,6 @@ class OverlappedDDP(DataParallel):
         for work in self._in_flight:
             work.wait()
         self._start_pass()
-
-    _begin_another_pass = _complete_pass
 
     def _may_be_taken(self, parameter: Tensor) -> bool:
         # Its hooks tell which gradients were there; see below.
@@ -166,7 +158,9 @@ class BucketedDDP(OverlappedDDP):
     def _message(self, number: int) -> Tensor:
         """The bucket, with each gradient in its slice; those that are not yet there move in one kernel."""
         if not self._memory:
-            self._memory = allocate([self._segments(bucket) for bucket in self._buckets])
+            gradients = [[self._trainable[index] for index in bucket] for bucket in self._buckets]
+            # Each bucket is one segment.
+            self._memory = allocate([[bucket] for bucket in gradients])
         memory = self._memory[number]
         slices: list[Tensor] = []
         fresh: list[Tensor] = []
@@ -181,10 +175,6 @@ class BucketedDDP(OverlappedDDP):
         if fresh:
             torch._foreach_copy_(slices, fresh)
         return memory.whole
-
-    def _segments(self, bucket: list[int]) -> Segments:
-        """A bucket's gradients, as they lie in it."""
-        return [[self._trainable[index] for index in bucket]]
 
 
 class RoundedDDP(BucketedDDP):

@@ -103,15 +103,6 @@ class ShardedOptimizer(Optimizer):
             _copy_settings(optimizer.param_groups, self.param_groups)
         return loss
 
-    def owner(self, parameter: Tensor) -> int:
-        """The rank that updates a parameter; ValueError if it has none."""
-        if parameter not in self._owners:
-            raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} has no owner; allowed: those given, and "
-                "trainable when given"
-            )
-        return self._owners[parameter]
-
     def state_dict(self) -> dict[str, Any]:
         """All groups, and the states of this rank's shard."""
         return super().state_dict() | {"shard": guards.place(), "owners": self._shapes_and_owners()}

@@ -4,8 +4,7 @@ A bucket is a flat buffer with a segment for each rank, all of one length:
 
     | rank 0: a, d | rank 1: b, c, padding |
 
-So an all-gather in place gives everybody what each rank has updated in its segment, and a reduce-scatter in
-place leaves each rank the sums of its own, and neither copies anything.
+So an all-gather in place gives everybody what each rank has updated in its segment, without a copy.
 """
 
 from collections import defaultdict
@@ -16,7 +15,6 @@ from torch import Tensor
 
 # Of each tensor in its buffer: vectorised kernels are slow at unaligned addresses.
 ALIGNMENT_BYTES = 128
-_OPEN_BUCKETS = 3
 
 # What a bucket holds: for each rank the tensors in its segment, in their order.
 Segments = list[list[Tensor]]
@@ -29,42 +27,31 @@ def padded_length(tensor: Tensor) -> int:
 
 
 def fill_buckets(
-    tensors: Sequence[Tensor],
-    order: Sequence[int],
-    segment_bytes: float,
-    owners: Sequence[int] | None = None,
+    tensors: Sequence[Tensor], order: Sequence[int], bucket_bytes: float
 ) -> list[list[int]]:
     """Fill buckets with tensors in this order; a bucket holds one dtype and device.
 
     Args:
         tensors: parameters or gradients; only their sizes matter, so they may be on the meta device.
         order: indices in `tensors`, in the order in which they become ready.
-        segment_bytes: the most a bucket holds; a larger tensor is a bucket of its own.
-        owners: of each tensor a rank, in whose segment of a bucket it lies. Each segment then holds as much,
-            or as the longest of its bucket, as it is padded to that.
+        bucket_bytes: the most a bucket holds; a larger tensor is a bucket of its own.
 
     Returns:
         Each bucket's indices in that order; the buckets in the order in which they become complete.
     """
     buckets: list[list[int]] = []
-    lengths: list[list[int]] = []
-    of_kind: dict[tuple, list[int]] = defaultdict(list)
-    # Buckets that a tensor may still join: more leave less padding, and leave later.
-    still_open = 1 if owners is None else _OPEN_BUCKETS
+    # Of a dtype and device the newest bucket and its bytes.
+    newest: dict[tuple, tuple[list[int], int]] = {}
     for index in order:
         tensor = tensors[index]
-        owner = 0 if owners is None else owners[index]
-        alike = of_kind[tensor.dtype, tensor.device]
-        for number in alike[-still_open:]:
-            if lengths[number][owner] + tensor.nbytes <= max(segment_bytes, *lengths[number]):
-                break
-        else:
-            number = len(buckets)
-            alike.append(number)
-            buckets.append([])
-            lengths.append([0] * (1 + max(owners or [0])))
-        buckets[number].append(index)
-        lengths[number][owner] += tensor.nbytes
+        kind = (tensor.dtype, tensor.device)
+        bucket, filled = newest.get(kind, ([], 0))
+        if not bucket or filled + tensor.nbytes > bucket_bytes:
+            bucket = []
+            filled = 0
+            buckets.append(bucket)
+        bucket.append(index)
+        newest[kind] = (bucket, filled + tensor.nbytes)
     position = {index: place for place, index in enumerate(order)}
     return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 

@@ -20,7 +20,6 @@ from torch.optim import AdamW, Optimizer
 from cs336_systems.parallel.ddp import FlatDDP, NaiveDDP, broadcast_from_rank_0
 from cs336_systems.parallel.fsdp import FSDP
 from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP, RoundedDDP
-from cs336_systems.parallel.reduce_scatter import ReduceScatterDDP
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 from cs336_systems.sharding import AROUND_BLOCKS, BLOCKS, OPTIMIZER_STATE, Sharding
 
@@ -116,20 +115,15 @@ def wrapper(name: str, bucket_size_mb: float | None = None) -> Callable[[nn.Modu
 
 @dataclass(frozen=True)
 class Strategy(Sharding):
-    """A strategy of training on several GPUs: who wraps the module, and who wraps its optimizer."""
+    """A strategy of training on several GPUs: what wraps the module, and what updates it."""
 
-    # Called as wrap(module); where it casts or rounds, as wrap(module, compute_dtype=...); or
-    # wrap(module, optimizer).
+    # Called as wrap(module); where it casts or rounds, as wrap(module, compute_dtype=...).
     wrap: Callable[..., nn.Module]
     # Called as make_optimizer(parameters, **settings).
     make_optimizer: Callable[..., Optimizer] = AdamW
-    wraps_optimizer: bool = False
 
     def apply(self, module: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, Optimizer]:
         """The module wrapped, to compute in this dtype where the wrapper casts, and its fused AdamW."""
-        if self.wraps_optimizer:
-            optimizer = self.make_optimizer(module.parameters(), fused=True)
-            return self.wrap(module, optimizer), optimizer
         narrows = (self.casts or self.rounds) and dtype.itemsize < 4
         options = {"compute_dtype": dtype} if narrows else {}
         wrapped = self.wrap(module, **options)
@@ -149,7 +143,6 @@ SHARDINGS: dict[str, Strategy] = {
     ),
     "zero": Strategy(_bucketed, torch_zero, sends=("all_reduce", "broadcast"), **_state),
     "sharded": Strategy(_bucketed, _sharded, sends=("all_reduce", "all_gather"), **_state),
-    "sharded_scatter": Strategy(ReduceScatterDDP, _sharded, wraps_optimizer=True, **_state),
     "fsdp2": Strategy(TorchFSDP, unit="block", ahead=1, copies=True, stays=AROUND_BLOCKS),
     "fsdp2_kept": Strategy(
         partial(TorchFSDP, reshard=False), unit="block", stays=AROUND_BLOCKS + BLOCKS
