@@ -118,6 +118,8 @@ family(  # of kernels, labbook.profiles.names.kernel_class
     optimizer       | optimizer                | black
     communication   | communication            | wine
     other           | other                    | grey
+    range           | range                    | silver
+    call            | call                     | green
     """,
 )
 family(  # of a step over ranks, what a GPU does: labbook.profiles.told_apart

@@ -7,7 +7,6 @@ panel each. Two rows in one place (x, hue, facet) are refused: the ValueError na
 import textwrap
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 
 import numpy as np
 import pandas as pd
@@ -21,15 +20,14 @@ from labbook import figure, labels
 from labbook.compare import key_columns, require_one_row_each
 from labbook.figure import Drawing, plain_numbers, plot, sheet
 from labbook.labels import STATUS_LABELS, column_label, ordered, quantity, significant, value_label
-from labbook.style import BLUE, MUTED, PAPER, ZONE, has_colors, palette
+from labbook.style import BLUE, MUTED, PAPER, ZONE, palette
 
 _BAND = ["p20_ms", "p80_ms"]
 _MANY_POINTS = 40  # beyond which markers would hide their line
 _GROUP_WIDTH = 0.84  # of the distance between two groups of bars
 _STACK_WIDTH = 0.74
 _LABEL_INCHES = 0.36  # the width of a number above a bar
-_PANEL_POINTS = 175  # height of a panel
-_MARK_POINTS = 11  # height of a line of words for what failed
+_MARK_SHARE = 0.063  # of a panel's height: a line of words for what failed
 # Columns along which the rows of one stacked bar may differ: they are what a bar adds up.
 _ADDED = {
     "range",
@@ -139,30 +137,21 @@ def _mark_failures(panels: Sequence[tuple[Axes, pd.DataFrame]], y: str, colors: 
         failures = rows[rows[y].isna() & rows["status"].isin(STATUS_LABELS)]
         for x, of_place in failures.groupby("_x"):
             words = of_place["status"].map(STATUS_LABELS)
-            for line, (value, word) in enumerate(zip(of_place["_hue"], words, strict=True), 1):
-                axes.annotate(
-                    word,
-                    (x, 1),
-                    (0, -_MARK_POINTS * line),
-                    xycoords=("data", "axes fraction"),
-                    textcoords="offset points",
-                    color=colors[value],
-                    size=8,
-                    weight="bold",
-                    ha="center",
-                    annotation_clip=False,
-                )
+            for line, (value, word) in enumerate(zip(of_place["_hue"], words, strict=True)):
+                style = {"color": colors[value], "size": 8, "weight": "bold"}
+                place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "top"}
+                axes.text(x, 1, "\n" * line + word, **style, **place)
             most = max(most, len(of_place))
     if most:
-        _make_room_above(panels[0][0], min(_MARK_POINTS * (most + 1) / _PANEL_POINTS, 0.5))
+        _make_room_above(panels[0][0], min(_MARK_SHARE * (most + 1), 0.5))
 
 
 def _make_room_above(axes: Axes, share: float) -> None:
     """Lengthen the y axis so that its upper `share` is free."""
-    bottom, top = axes.get_ylim()
-    growth = share / (1 - share)
-    is_log = axes.get_yscale() == "log"
-    axes.set_ylim(top=top * (top / bottom) ** growth if is_log else top + (top - bottom) * growth)
+    scale = axes.yaxis.get_transform()
+    bottom, top = scale.transform(axes.get_ylim())
+    top += (top - bottom) * share / (1 - share)
+    axes.set_ylim(top=scale.inverted().transform(top))
 
 
 @plot
@@ -189,10 +178,6 @@ def bars(
         texts = rows.pivot(index=x, columns="_hue", values="_text")
         texts = texts.reindex(groups, columns=list(colors)).fillna("")
         _draw_groups(axes, heights, colors, _GROUP_WIDTH)
-        if not hue and has_colors(groups, x):
-            own = palette(frame[x], x)
-            for box, group in zip(axes.containers[0], groups, strict=True):
-                box.set_facecolor(own[group])
         style = {"padding": 3, "size": 8.5, "rotation": 90 if is_narrow else 0}
         for boxes, value in zip(axes.containers, colors, strict=True):
             axes.bar_label(boxes, texts[value], **style)
@@ -265,29 +250,24 @@ def spans(
     lane: str,
     color: str,
     *,
-    x: tuple[str, str] = ("start_ms", "end_ms"),
     side: str | None = None,
     text: str | None = None,
     facet: str | None = None,
     between: tuple[float, float] | None = None,
-    shades: Mapping[Hashable, str] = MappingProxyType({}),
 ) -> Drawing:
-    """What happens when: a lane for each value of `lane`, a box for each row.
+    """What happens when: a lane for each value of `lane`, a box for each row from start_ms to end_ms.
 
-    x: columns with the start and the end of a box, times since a step began.
     side: a column of two values, of which the first is drawn in the upper half of its lane and the second
         below it, no box so thin that it could not be seen.
     text: a column with what is written into a box, where it fits.
     between: look at this part of the time only.
-    shades: colours of values that the vocabulary does not have.
     """
-    start, end = x
-    window = between or (frame[start].clip(upper=0).min(), frame[end].max())
-    frame = frame[(frame[end] > window[0]) & (frame[start] < window[1])]
+    window = between or (frame["start_ms"].clip(upper=0).min(), frame["end_ms"].max())
+    frame = frame[(frame["end_ms"] > window[0]) & (frame["start_ms"] < window[1])]
     lanes = ordered(frame[lane], lane)
     sides = ordered(frame[side], side) if side else [0]
-    colors = palette(frame[color], color) | shades
-    frame = frame.assign(_start=frame[start], _length=frame[end] - frame[start])
+    colors = palette(frame[color], color)
+    frame = frame.assign(_length=frame["end_ms"] - frame["start_ms"])
     frame["_place"] = frame[lane].map(lanes.index)
     frame["_half"] = frame[side].map(sides.index) if side else 0
     frame["_shade"] = frame[color].map(list(colors).index)
@@ -303,17 +283,16 @@ def spans(
             axes.axhspan(place - 0.4, place + 0.4, color=ZONE, lw=0, zorder=0.5)
         # In the order of the colours: what is exposed lies over what was hidden.
         for (_, place, half, named), boxes in rows.groupby(["_shade", "_place", "_half", "_named"]):
-            where = boxes[["_start", "_length"]].to_numpy()
+            where = boxes[["start_ms", "_length"]].to_numpy()
             lower = place - 0.4 + 0.4 * half
             shade = colors[boxes[color].iloc[0]]
-            edge = PAPER if named else shade
-            width = 0.6 if half or named else 0
-            look = {"facecolor": shade, "edgecolor": edge, "lw": width, "zorder": 2}
-            axes.broken_barh(where, (lower, 0.8 / len(sides)), **look)
+            edge = {"edgecolor": PAPER if named else shade, "lw": 0.6 if half or named else 0}
+            height = 0.8 / len(sides)
+            axes.broken_barh(where, (lower, height), facecolor=shade, zorder=2, **edge)
     chart.draw_without_rendering()  # only now it is known how much room there is
     for axes, rows in panels:
         for row in rows[rows["_named"]].to_dict("records"):
-            ends = np.clip([row[start], row[end]], *window)
+            ends = np.clip([row["start_ms"], row["end_ms"]], *window)
             _write_inside(axes, ends, row["_place"], row[text])
     # A box in the lower half is drawn however short: it belongs into the legend.
     duration = window[1] - window[0]
@@ -323,12 +302,12 @@ def spans(
 
 
 def _write_inside(axes: Axes, ends: Sequence[float], place: int, text: str) -> None:
-    """Write a text into its box the first way that fits: across, smaller, upright, upright on two lines."""
+    """Write a text into its box the first way that fits: across, upright, upright on two lines."""
     corners = axes.transData.transform([(ends[0], place + 0.4), (ends[1], place - 0.4)])
     width, height = np.ptp(corners, axis=0)
     style = {"ha": "center", "va": "center", "path_effects": [_OUTLINE], "zorder": 3}
     two_lines = text.replace("_", "_\n")
-    for words, size, rotation in ((text, 8.5, 0), (text, 7, 0), (text, 7, 90), (two_lines, 7, 90)):
+    for words, size, rotation in ((text, 8.5, 0), (text, 7, 90), (two_lines, 7, 90)):
         label = axes.text(sum(ends) / 2, place, words, size=size, rotation=rotation, **style)
         extent = label.get_window_extent()
         if extent.width < width and extent.height < height:

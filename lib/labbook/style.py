@@ -13,7 +13,7 @@ from matplotlib.colors import to_hex
 
 from labbook.labels import family_of, ordered
 
-# Okabe & Ito, "Color Universal Design" (2008), told apart with every kind of colour vision; and three more.
+# Okabe & Ito, "Color Universal Design" (2008), told apart with every kind of colour vision; and five more.
 BLUE = "#0072B2"
 SKY = "#56B4E9"
 GREEN = "#009E73"
@@ -25,6 +25,7 @@ GREY = "#6B7077"
 WINE = "#7A1F5C"
 BROWN = "#604418"
 YELLOW = "#F0E442"
+SILVER = "#CBD2DB"
 # By name, as vocabularies say them.
 COLORS = {name.lower(): color for name, color in globals().items() if name.isupper()}
 INK = BLACK
@@ -37,11 +38,6 @@ _SPARE = [BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, INK]
 def in_style() -> AbstractContextManager:
     """Matplotlib's defaults and our settings, whatever the user's are."""
     return mpl.style.context(["default", Path(__file__).with_name("labbook.mplstyle")])
-
-
-def has_colors(values: Iterable[Hashable], column: str) -> bool:
-    """Whether the vocabulary knows a colour of these values."""
-    return any(named.color for named in (family_of(values, column) or {}).values())
 
 
 def palette(values: Iterable[Hashable], column: str | None) -> dict[Hashable, str]:

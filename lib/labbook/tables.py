@@ -66,25 +66,21 @@ def pivot(
 
 def _labelled(values: pd.Series) -> pd.Categorical:
     """The labels of a column, which sort as a reader expects."""
-    labels = [value_label(value, values.name) for value in values]
-    categories = dict.fromkeys(
-        value_label(each, values.name) for each in ordered(values, values.name)
-    )
+    distinct = ordered(values, values.name)
     if values.isna().any():
-        categories[MISSING] = None
+        distinct.append(None)
+    categories = dict.fromkeys(value_label(each, values.name) for each in distinct)
+    labels = [value_label(value, values.name) for value in values]
     return pd.Categorical(labels, list(categories), ordered=True)
 
 
-def _cells(numbers: pd.Series, statuses: Iterable | None, fmt: str | None = None) -> pd.Series:
+def _cells(numbers: pd.Series, statuses: pd.Series | None, fmt: str | None = None) -> pd.Series:
     """One column of text: numbers, and the word for why there is none."""
     write = fmt.format if fmt else partial(_written, _format(numbers))
-    if statuses is None:
-        statuses = [None] * len(numbers)
-    texts = [
-        STATUS_LABELS.get(status, MISSING) if pd.isna(number) else write(number)
-        for number, status in zip(numbers, statuses, strict=True)
-    ]
-    return pd.Series(texts, numbers.index, dtype=object)
+    texts = numbers.map(write, na_action="ignore").astype(object)
+    if statuses is not None:
+        texts = texts.fillna(statuses.map(STATUS_LABELS))
+    return texts.fillna(MISSING)
 
 
 def _written(fmt: str, number: float) -> str:
@@ -143,13 +139,8 @@ def as_html(texts: pd.DataFrame) -> str:
     if html.columns.nlevels == 1:
         heads = zip(html.columns, are_words, strict=True)
         html.columns = [_left(head) if is_word else head for head, is_word in heads]
-    html.index = html.index.map(_left_key)
-    html.index.names = [name and _left(name) for name in texts.index.names]
+    html = html.rename(index=_left).rename_axis(index=_left)
     return html.to_html(escape=False, index=any(texts.index.names), border=0)
-
-
-def _left_key(key: object) -> object:
-    return tuple(map(_left, key)) if isinstance(key, tuple) else _left(key)
 
 
 def _left(text: object) -> str:

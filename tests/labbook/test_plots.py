@@ -99,7 +99,7 @@ def test_why_there_is_no_number_is_written(rows):
     marks = lines(rows, **BY_CONTEXT).axes[0].texts
     (word,) = [mark for mark in marks if mark.get_text() == "OOM"]
     assert to_hex(word.get_color()) == PLAIN
-    assert word.xy[0] == 1024
+    assert word.get_position()[0] == 1024
     without_reason = rows.drop(columns="status")
     assert "–" in texts(bars(without_reason, **BY_CONTEXT))
     none = rows.iloc[:0]
