@@ -23,7 +23,7 @@ from torch import Tensor
 
 from labbook import ranks, timing
 from labbook.rows import Row
-from labbook.timing import Timing
+from labbook.timing import MIB, Timing
 
 TIMEOUT_S = 3600  # of one start of processes
 _ALSO = {"warmup_steps": 1, "steps": 5}  # of the steps beside the one that a row is about
@@ -57,6 +57,7 @@ class Step:
         function stands for a step that only runs it; one that ran out of memory leaves its column empty.
     values: called after the timing for more columns of the row; "tables" are rows of other tables, by name.
     together: over ranks, more arguments of `ranks.time_together`: calls, limit_s.
+    least_bytes: that the set-up itself keeps allocated. A peak below it is an error and no row.
     """
 
     run: Callable[..., Any]
@@ -67,6 +68,7 @@ class Step:
     also: Mapping[str, "Step | Callable[[], Any]"] = field(default_factory=dict)
     values: Callable[[], Mapping[str, Any]] | None = None
     together: Mapping[str, Any] = field(default_factory=dict)
+    least_bytes: int = 0
 
     def timed(
         self, device: torch.device, context: Any = None, *, warmup_steps: int, steps: int
@@ -212,6 +214,10 @@ def _timed(
         return _row(case, times)
     # Before the steps beside it, whose memory does not count.
     values = ranks.peaks(context) if context is not None else {}
+    peak_mib = values.get("peak_memory_mib", times.peak_memory_mib)
+    if peak_mib is not None and peak_mib * MIB < step.least_bytes:
+        kept = f"the set-up alone keeps {step.least_bytes / MIB:.1f} MiB"
+        raise ValueError(f"{dict(case)}: its peak is {peak_mib:.1f} MiB, and {kept}")
     values |= step.medians(case.device, context)
     if step.values:
         values |= step.values()

@@ -52,13 +52,6 @@ class Column(NamedTuple):
     text: Callable[[Any], str] | None = None
 
 
-class Derived(NamedTuple):
-    """What a column is made of, and how."""
-
-    columns: list[str]
-    label: Callable[..., str]
-
-
 @dataclass(frozen=True)
 class Vocabulary:
     """What a project calls its values and columns; each method says more of it."""
@@ -66,7 +59,7 @@ class Vocabulary:
     families: dict[str, list[dict[str, Named]]] = field(default_factory=dict)  # of a column
     labels: dict[str, str] = field(default_factory=dict)  # of a value
     columns: dict[str, Column] = field(default_factory=dict)
-    derivations: dict[str, Derived] = field(default_factory=dict)
+    derivations: dict[str, tuple[list[str], Callable]] = field(default_factory=dict)
 
     def family(self, columns: str, lines: str) -> None:
         """Values of some columns that belong together, in their order: lines "value | label | colour".
@@ -82,15 +75,13 @@ class Vocabulary:
         for name in columns.split():
             self.families.setdefault(name, []).append(named)
 
-    def column(
-        self, name: str, label: str = "", short: str = "", text: Callable[[Any], str] | None = None
-    ) -> None:
-        """What is said of a column, see `Column`."""
-        self.columns[name] = Column(label, short, text)
+    def column(self, name: str, *said: Any, **more: Any) -> None:
+        """What is said of a column: the fields of `Column`."""
+        self.columns[name] = Column(*said, **more)
 
     def derived(self, name: str, columns: str, label: Callable[..., str]) -> None:
         """A column that a page adds to rows that have all of `columns`: `label` of their values."""
-        self.derivations[name] = Derived(columns.split(), label)
+        self.derivations[name] = columns.split(), label
 
 
 def vocabulary() -> Vocabulary:
@@ -146,13 +137,11 @@ def named_value(column: str, value: object) -> str:
     text = value_label(value, column)
     if isinstance(value, str):
         return text
-    name = column_of(column).short or column.removeprefix("is_").replace("_", " ")
+    said = column_of(column).short or column_label(column)
+    name, _, unit = said.partition(" (")
     if pd.api.types.is_bool(value):
         return name if value else f"not {name}"
-    if column.rpartition("_")[2] not in UNITS:
-        return f"{name} {text}"
-    unit = column_label(column).rpartition("(")[2].rstrip(")")
-    return f"{name.rpartition(' ')[0]} {text} {unit}" if unit else f"{name} {text}"
+    return f"{name} {text} {unit.rstrip(')')}".rstrip()
 
 
 def family_of(values: Iterable[Hashable], column: str | None) -> dict[Hashable, Named]:
@@ -169,11 +158,12 @@ def ordered(values: Iterable[Hashable], column: str | None = None) -> list:
     """The distinct values in the order a reader expects: small before large, forward before backward."""
     distinct = [value for value in dict.fromkeys(values) if not pd.isna(value)]
     family = family_of(distinct, column)
-    order = list(dict.fromkeys(named.label for named in family.values()))
-    if order:
+    if family:
+        order = [named.label for named in family.values()]
         places = {value: order.index(family[value].label) for value in distinct if value in family}
         return sorted(distinct, key=lambda value: places.get(value, len(order)))
-    return sorted(distinct) if all(not isinstance(value, str) for value in distinct) else distinct
+    has_text = any(isinstance(value, str) for value in distinct)
+    return distinct if has_text else sorted(distinct)
 
 
 def significant(value: float, digits: int = 3) -> str:

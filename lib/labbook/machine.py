@@ -26,7 +26,7 @@ from labbook.project import project
 from labbook.timing import matmul_precision, release_memory, resolve_device, time_steps
 
 GIB = 2**30
-_GPU_STATE = "driver_version,clocks.sm,clocks.max.sm,power.draw,power.limit"
+_CLOCKS = "--query-gpu=clocks.sm,power.draw,utilization.gpu"
 _DTYPES = ("float32", "tf32", "bfloat16", "float16")
 
 
@@ -252,30 +252,15 @@ def why_no_memory(needed_bytes: int, device: torch.device) -> str:
 
 def why_no_compile(device: torch.device) -> str:
     """Why torch.compile cannot make code for the device."""
-    on_gpu, given = device.type == "cuda", os.environ.get("CXX")
+    on_gpu = device.type == "cuda"
     if on_gpu and find_spec("triton") is None:
         return "torch.compile needs triton to make code for a GPU, and it is not installed"
     # For a GPU only a small launcher in C is compiled on the host.
-    compilers = [given] if given else ["g++", "clang++", "c++", *(["gcc"] if on_gpu else [])]
-    if any(map(shutil.which, compilers)):
+    known = "g++ clang++ c++ gcc" if on_gpu else "g++ clang++ c++"
+    compilers = os.environ.get("CXX") or known
+    if any(map(shutil.which, compilers.split())):
         return ""
-    return f"torch.compile needs a C++ compiler, and there is none ({', '.join(compilers)})"
-
-
-def _nvidia_smi(fields: str, layout: str, device: torch.device) -> list[str]:
-    """The command that asks for fields of a GPU."""
-    uuid = torch.cuda.get_device_properties(device).uuid
-    return ["nvidia-smi", "-i", f"GPU-{uuid}", f"--query-gpu={fields}", f"--format={layout}"]
-
-
-def gpu_state() -> dict[str, str]:
-    """Driver, clocks and power of the current GPU, as nvidia-smi tells them; empty where it does not."""
-    query = _nvidia_smi(_GPU_STATE, "csv,noheader", torch.device("cuda"))
-    with suppress(OSError, subprocess.SubprocessError):
-        process = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10)
-        values = map(str.strip, process.stdout.split(","))
-        return dict(zip(_GPU_STATE.split(","), values, strict=False))
-    return {}
+    return f"torch.compile needs a C++ compiler, and there is none of {compilers}"
 
 
 @contextmanager
@@ -288,9 +273,9 @@ def watched_clocks(device: torch.device) -> Iterator[dict[str, float]]:
     if device.type != "cuda" or not shutil.which("nvidia-smi"):
         yield medians
         return
-    fields = "clocks.sm,power.draw,utilization.gpu"
-    query = _nvidia_smi(fields, "csv,noheader,nounits", device) + ["-lms", "100"]
-    watch = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    uuid = torch.cuda.get_device_properties(device).uuid
+    command = f"nvidia-smi -i GPU-{uuid} {_CLOCKS} --format=csv,noheader,nounits -lms 100".split()
+    watch = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         yield medians
     finally:

@@ -38,7 +38,6 @@ class Record:
     python: str = ""
     cuda: str = ""
     nccl: str = ""
-    gpu_state: dict[str, str] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     commit: str = "unknown"
     measured_at: list[str] = field(default_factory=list)  # first, last
@@ -85,7 +84,6 @@ class Run:
         record.parameters = dict(self.parameters)
         if record.gpu != "none" and torch.cuda.is_available():
             record.cuda = torch.version.cuda or ""
-            record.gpu_state = machine.gpu_state()
             if dist.is_nccl_available():
                 record.nccl = ".".join(map(str, torch.cuda.nccl.version()))
         return record

@@ -27,11 +27,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Schema:
-    """All tables by name; the only values of some columns, in their order; what each column means."""
+    """All tables by name, and the only values of some columns, in their order."""
 
     tables: dict[str, Table]
     allowed: dict[str, Sequence[str]]
-    columns: dict[str, str]
 
     @cached_property
     def keys(self) -> set[str]:
@@ -55,7 +54,7 @@ def _read(path: Path) -> Schema:
     shared = declared.get("shared", {})
     tables = {name: _table(columns, shared) for name, columns in declared["tables"].items()}
     allowed = {"status": STATUSES} | declared.get("allowed", {})
-    return Schema(tables, allowed, declared.get("columns", {}))
+    return Schema(tables, allowed)
 
 
 def _table(declared: dict[str, Any], shared: dict[str, str]) -> Table:

@@ -10,6 +10,7 @@ from bench_setups import all_reduce, naps
 
 from cs336_systems import parallel
 from labbook.bench import Step, grid, measure
+from labbook.timing import MIB, Timing
 
 
 def flat(batches):
@@ -122,6 +123,16 @@ def test_what_cannot_run_is_skipped_with_its_reason_and_what_is_on_record_is_lef
     rows = in_process(grid(size=[1, 2, 3]), setup, skip=skip, kept=lambda case: case.size == 1)
     assert statuses(rows) == [(2, None, "skipped"), (3, None, "ok")]
     assert rows[0]["reason"] == "too large"
+
+
+def test_a_peak_below_what_the_set_up_keeps_is_an_error_and_no_row(monkeypatch):
+    timed = Timing((1.0,), peak_memory_mib=2.0)
+    monkeypatch.setattr(Step, "timed", lambda *arguments, **counts: timed)
+    steps = {"right": Step(list, least_bytes=2 * MIB), "wrong": Step(list, least_bytes=3 * MIB)}
+    (row,) = in_process(grid(pass_="right"), lambda case: steps)
+    assert row["peak_memory_mib"] == 2
+    with pytest.raises(ValueError, match=r"'wrong'.* 2\.0 MiB.* keeps 3\.0 MiB"):
+        in_process(grid(pass_="wrong"), lambda case: steps)
 
 
 def ranks(*sizes):
