@@ -6,19 +6,21 @@ Each job, a notebook with parameters, leaves its executed notebook and its outco
 import hashlib
 import importlib.metadata
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import filelock
 import nbformat
+import numpy as np
 import tqdm
 import yaml
-from papermill.models import Parameter
 
 from labbook import code
 from labbook.book import notebooks
@@ -31,10 +33,13 @@ from labbook.book.notebooks import (
     resolve,
     unknown,
 )
-from labbook.files import make_folder, read_record, write_record
+from labbook.files import figures_dir, make_folder, read_record, write_record
+from labbook.project import project
 from labbook.rows import RowError, run_counts
+from labbook.runs import Record
 
 PROFILES = {"cpu": 0, "gpu": 1, "multi-gpu": 2}  # with the GPUs that each needs
+_START_S = 8  # of a kernel, its imports, the cells before the first rows
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,10 @@ def jobs(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
         entries = [entry for entry in entries if entry[0] in kept]
         has_entry = {name for name, _ in entries}
         entries += [(name, {}) for name in kept if name not in has_entry]
-    overriding = _overriding(overrides, {name for name, _ in entries}, parameters)
+    overriding = dict(override.partition("=")[::2] for override in overrides)
+    settable = {parameter for name, _ in entries for parameter in parameters[name]}
+    for name in overriding.keys() - settable:
+        raise BatchError(f"-p {name}: {unknown('parameter', name, sorted(settable))}")
     by_name: dict[str, Job] = {}
     errors: list[str] = []
     for name, texts in entries:
@@ -107,11 +115,10 @@ def _entries(profile: str, profiles: Mapping[str, Any]) -> Iterator[tuple[str, d
     """A notebook and parameters as text for each point of each grid of a profile, included ones too."""
     if profile not in profiles:
         raise BatchError(unknown("profile", profile, profiles))
-    others = {name: entries for name, entries in profiles.items() if name != profile}
     for entry in profiles[profile] or []:
         match entry:
             case {"profile": str(other)}:
-                yield from _entries(other, others)
+                yield from _entries(other, profiles)
             case {"notebook": str(name)} if entry.keys() <= {"notebook", "parameters", "grid"}:
                 grid = entry.get("grid", {})
                 for point in product(*grid.values()):  # one empty point without a grid
@@ -123,18 +130,21 @@ def _entries(profile: str, profiles: Mapping[str, Any]) -> Iterator[tuple[str, d
                 )
 
 
-def _overriding(
-    overrides: Sequence[str], names: set[str], parameters: Mapping[str, Mapping[str, Parameter]]
-) -> dict[str, str]:
-    """What "name=value"s set, in notebooks of these names."""
-    known = sorted({parameter for name in names for parameter in parameters[name]})
-    values = {}
-    for override in overrides:
-        name, equals, text = override.partition("=")
-        if not equals or name not in known:
-            raise BatchError(f"-p {override}: {unknown('parameter', name, known)}")
-        values[name] = text
-    return values
+def estimated_s(job: Job) -> float:
+    """Seconds that a job may take, by its last run here, or else on the reference; NaN where neither ran it.
+
+    They are those between the first rows and the last, and what comes before.
+    """
+    pattern = f"runs/*-{job.notebook.stem[3:]}-*.json"
+    here = figures_dir().glob(f"*/{pattern}")
+    paths = sorted(project().figures.glob(f"{project().reference}*/{pattern}"))
+    paths += sorted(path for path in here if path.parts[-3] not in project().committed)
+    for path in reversed(paths):
+        record = read_record(path, Record)
+        if job.parameters.items() <= record.parameters.items():
+            first, last = map(datetime.fromisoformat, record.measured_at)
+            return (last - first).total_seconds() + _START_S
+    return math.nan
 
 
 def run_batch(jobs: Sequence[Job], folder: Path, *, force: bool = False) -> list[Outcome]:
@@ -147,9 +157,10 @@ def run_batch(jobs: Sequence[Job], folder: Path, *, force: bool = False) -> list
     """
     make_folder(folder, "name one that can: --output FOLDER")
     outcomes = []
+    seconds = [estimated_s(job) for job in jobs]
     with tqdm.tqdm(jobs, unit="notebook", disable=None) as bar:
-        for job in bar:
-            bar.set_postfix_str(job.name)
+        for number, job in enumerate(bar):
+            bar.set_postfix_str(f"about {np.nansum(seconds[number:]):.0f} s left, {job.name}")
             with filelock.FileLock(folder / f".{job.name}.lock"):
                 outcome = load_outcome(folder / f"{job.name}.json")
                 reason = reason_to_run(job, folder)
@@ -170,8 +181,8 @@ def _run(job: Job, folder: Path) -> Outcome:
         outcome = Outcome("skipped", reason)
     else:
         outcome = execute(job.notebook, folder / f"{job.name}.ipynb", job.parameters)
-    outcome = replace(outcome, notebook=name, parameters=job.line(), code=code_before)
-    outcome = replace(outcome, rows=_row_count(job, folder))
+    rows = _row_count(job, folder)
+    outcome = replace(outcome, notebook=name, parameters=job.line(), code=code_before, rows=rows)
     write_record(folder / f"{job.name}.json", outcome)
     return outcome
 

@@ -1,5 +1,6 @@
 """The workbook's commands: run it, list its notebooks, renew them, copies to learn from."""
 
+import math
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import torch
 
 from labbook.book import batch, notebooks, site, slurm
@@ -64,7 +66,7 @@ def _add_run_options(parser: ArgumentParser) -> None:
     cluster = "submit to it, and wait; SBATCH_PARTITION etc. as usual"
     add("--cluster", choices=["slurm"], help=cluster)
     add("--job", metavar="NAME", help="one job alone, by the name of its files")
-    add("--dry-run", action="store_true", help="print what would be executed")
+    add("--dry-run", action="store_true", help="print what would be executed, and for how long")
     runs = project().root / "runs"
     add("--output", type=Path, default=runs, metavar="FOLDER", help="default: runs")
 
@@ -75,7 +77,11 @@ def _run(options: Namespace) -> int:
     profile = options.profile or list(batch.PROFILES)[min(gpus, 2)]
     jobs = batch.jobs(profile, only=options.only, overrides=options.p)
     if options.dry_run:
-        print("\n".join(f"{job.notebook.stem} {job.line()}" for job in jobs))
+        seconds = [batch.estimated_s(job) for job in jobs]
+        for job, of_job in zip(jobs, seconds, strict=True):
+            known = "?" if math.isnan(of_job) else f"{of_job:.0f}"
+            print(f"{known:>6} s  {job.notebook.stem} {job.line()}")
+        print(f"{np.nansum(seconds):6.0f} s  for those that are known")
         return 0
     needed = batch.PROFILES[profile]
     if options.job:

@@ -5,9 +5,6 @@ before anything runs, in `parameters.yaml`: papermill itself warns about an unkn
 """
 
 import ast
-import operator
-import re
-import sys
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
@@ -34,14 +31,6 @@ _OF_TEXT = {
     int: int,
     float: float,
     str: str,
-}
-# What is true of a right number, and how it is said.
-_LIMITS = {
-    "least": (operator.ge, "{} or more"),
-    "above": (operator.gt, "above {}"),
-    "most": (operator.le, "{} or less"),
-    "power_of_two": (lambda number, _: number & (number - 1) == 0, "a power of two"),
-    "multiple_of": (lambda number, limit: limit <= 0 or number % limit == 0, "a multiple of {}"),
 }
 
 
@@ -71,26 +60,17 @@ def load_notebooks() -> dict[str, dict[str, Parameter]]:
 
 
 def read_parameters(notebook: NotebookNode) -> dict[str, Parameter]:
-    """The parameters of a notebook in their order; a notebook without a `parameters` cell has none.
+    """The parameters of a notebook in their order, lines `name = literal  # comment` of its cell of that tag.
 
-    Raises ValueError: several such cells, or a line in one that is not `name = literal  # comment`.
+    Raises ValueError: what a parameter is set to is no literal.
     """
     cells = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
-    if len(cells) > 1:
-        raise ValueError(f"{len(cells)} code cells are tagged `parameters`; allowed: one")
-    parameters: dict[str, Parameter] = {}
-    for cell in cells:
-        # papermill passes over some lines, and has defaults as text.
-        inspected = {parameter.name: parameter for parameter in PythonTranslator.inspect(cell)}
-        for line in ast.parse(cell.source).body:
-            try:
-                (name,) = [target.id for target in line.targets]
-                default = ast.literal_eval(line.value)
-                parameters[name] = inspected[name]._replace(default=default)
-            except (AttributeError, KeyError, ValueError):
-                message = f"the parameters cell has `{ast.unparse(line)}`"
-                raise ValueError(f"{message}; allowed: name = literal  # comment") from None
-    return parameters
+    # papermill has defaults as text.
+    return {
+        parameter.name: parameter._replace(default=ast.literal_eval(parameter.default))
+        for cell in cells
+        for parameter in PythonTranslator.inspect(cell)
+    }
 
 
 def read_yaml(name: str, loader: type = yaml.SafeLoader) -> dict[str, Any]:
@@ -195,7 +175,7 @@ def _type_error(name: str, value: Any, default: Any) -> str:
 def rules_of(slug: str) -> dict[str, dict[str, Any]]:
     """The rules for parameters of a notebook, by their names."""
     file = read_yaml("parameters.yaml")
-    return (file.get("every notebook") or {}) | (file.get(slug) or {})
+    return file.get("every notebook", {}) | file.get(slug, {})
 
 
 def _value_error(name: str, rule: Mapping[str, Any], values: Mapping[str, Any]) -> str:
@@ -203,14 +183,15 @@ def _value_error(name: str, rule: Mapping[str, Any], values: Mapping[str, Any]) 
     items = _listed(values[name])
     if not items and not rule.get("may_be_empty"):
         return f"{name} is an empty list; allowed: one item or more"
+    if len(set(items)) < len(items):
+        return f"{name} has one twice: {items}; allowed: once"
     words = _words(rule, values)
     for item in items:
-        if words and item not in words and _pattern(item) not in words:
-            return f"{name} has {item!r}; allowed: {', '.join(map(str, words))}"
-        if items.count(item) > 1:
-            return f"{name} has {item!r} twice; allowed: once"
-        if not isinstance(item, str | bool) and (allowed := _limits(item, rule, values)):
-            return f"{name} has {item}; allowed: {allowed}"
+        allowed = _limits(item, rule, values) if "most" in rule else ""
+        if words and item not in words:
+            allowed = ", ".join(map(str, words))
+        if allowed:
+            return f"{name} has {item!r}; allowed: {allowed}"
     return ""
 
 
@@ -225,21 +206,16 @@ def _words(rule: Mapping[str, Any], values: Mapping[str, Any]) -> list[Any]:
     return list(words) + rule.get("also", [])
 
 
-def _pattern(item: Any) -> Any:
-    """ "every 3" is allowed where "every N" is."""
-    return re.sub(r"(?<= )[1-9]\d*$", "N", item) if isinstance(item, str) else item
-
-
 def _limits(number: float, rule: Mapping[str, Any], values: Mapping[str, Any]) -> str:
     """What a number may be, where this one is something else."""
-    if not abs(number) <= sys.float_info.max:
-        return "a finite number"
-    kinds = [kind for kind in _LIMITS if kind in rule]
-    for kind in kinds:
-        for limit in _listed(values.get(rule[kind], rule[kind])):
-            if not _LIMITS[kind][0](number, limit):
-                return ", ".join(_LIMITS[kind][1].format(rule[kind]) for kind in kinds)
-    return ""
+    least = rule["least"]
+    most = rule["most"]
+    if not least <= number <= most:  # nor is NaN
+        return f"{least} to {most}"
+    divisor = rule.get("multiple_of", 0)
+    divisors = _listed(values.get(divisor, divisor))
+    is_multiple = all(number % each == 0 for each in divisors if each > 0)
+    return "" if is_multiple else f"a multiple of {divisor}"
 
 
 def _listed(value: Any) -> list[Any]:

