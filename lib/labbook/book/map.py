@@ -58,7 +58,7 @@ def entry(name: str, notebook: NotebookNode) -> Entry:
     handout, question, before, time = first_cell(notebook).values()
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     tagged = [cell for cell in code if HEADLINE in cell.metadata.get("tags", [])]
-    drawn = [cell for cell in tagged + code if _draws_committed_rows(cell.source)]
+    drawn = [cell for cell in tagged + code if draws_committed_rows(cell.source)]
     answer = _first_shown(tagged, "text/markdown")
     headline = answer and re.sub(_AROUND, "", answer.data["text/markdown"], flags=re.DOTALL)
     editions = tuple(re.findall(r"\b20\d\d\b", handout))
@@ -69,7 +69,7 @@ def entry(name: str, notebook: NotebookNode) -> Entry:
     return Entry(name, title, editions, question, numbers, minutes, headline or "", picture)
 
 
-def _draws_committed_rows(source: str) -> bool:
+def draws_committed_rows(source: str) -> bool:
     return "page.figure" in source and "here=True" not in source
 
 
@@ -111,9 +111,9 @@ def first_sentence(text: str) -> str:
 
 def map_table(entries: dict[str, Entry]) -> str:
     """Every notebook by chapter, in Markdown: its question, what to read before, minutes."""
-    links = {name[:2]: f"[{name[:2]}]({name}.ipynb)" for name in entries}
     # By the number of their first notebook.
     chapters = notebooks.read_yaml("book.yaml").get("chapters", {})
+    links = {name[:2]: f"[{name[:2]}]({name}.ipynb)" for name in entries}
     lines = ["| notebook | edition | question | read before | minutes |", "|:--|:--|:--|:--|:--|"]
     for name, entry in entries.items():
         if chapter := chapters.get(int(name[:2])):

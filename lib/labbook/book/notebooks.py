@@ -103,12 +103,6 @@ def is_last(name: str) -> bool:
     return name in read_yaml("book.yaml").get("last", [])
 
 
-def chapter_of(name: str) -> str:
-    """The chapter that a notebook is in, or "Start"."""
-    chapters = {0: "Start"} | read_yaml("book.yaml").get("chapters", {})
-    return chapters[max(first for first in chapters if first <= int(name[:2]))]
-
-
 def why_not_here(name: str) -> str:
     """Why the notebook of this name cannot run on this machine; empty when it can."""
     for package, names in read_yaml("book.yaml").get("needs", {}).items():

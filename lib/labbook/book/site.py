@@ -1,4 +1,4 @@
-"""Executed notebooks as a site that reads offline: chapters, search, tables of rows.
+"""Executed notebooks as a site that reads offline: chapters, search, a gallery of plots, their rows.
 
 Sphinx builds it, with myst-nb and furo (`pip install -e '.[site]'`). Nothing is executed. The site of a run
 lies beside its notebooks; its first page says how each ended.
@@ -10,15 +10,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
 from importlib.util import find_spec
-from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import nbformat
 from nbformat import NotebookNode
+from PIL import Image
 
 from labbook.book import batch, notebooks
+from labbook.book import map as overview
 from labbook.book.notebooks import BatchError
 from labbook.book.tidy import CHECKER, HIDE_INPUT, has_solution
 from labbook.files import find, locked, make_folder
@@ -33,6 +36,7 @@ project = html_title = "{_TITLE}"
 extensions, html_theme = ["myst_nb"], "furo"
 nb_execution_mode, nb_render_markdown_format = "off", "myst"
 myst_enable_extensions = ["dollarmath", "amsmath"]
+suppress_warnings = ["myst.header", "myst.xref_missing", "mystnb.unknown_mime_type"]
 mathjax_path = "mathjax/MathJax.js?config=TeX-AMS-MML_HTMLorMML-full,Safe,workbook"
 myst_update_mathjax = False
 mathjax2_config = {{"tex2jax": {{"processClass": "math"}}}}
@@ -56,6 +60,26 @@ MathJax.Ajax.loadComplete("[MathJax]/config/workbook.js");
 """
 
 
+class _Picture(NamedTuple):
+    """A PNG in the site's folder of them, what it shows, and its pixels."""
+
+    name: str
+    title: str
+    width: int
+    height: int
+
+    def html(self) -> str:
+        size = f'width="{self.width}" height="{self.height}" loading="lazy"'
+        return f'<img src="pictures/{self.name}" alt="{escape(self.title)}" {size}>'
+
+
+class _Page(NamedTuple):
+    """What the map tells of a notebook, the page it is, and its plots of committed rows."""
+
+    entry: overview.Entry
+    pictures: list[_Picture]
+
+
 def build(target: Path, executed: Path) -> Path:
     """Write the site of the executed notebooks of a folder into another, or, for a run's, into the same.
 
@@ -73,17 +97,16 @@ def build(target: Path, executed: Path) -> Path:
     summary = batch.summary(list(filter(None, outcomes)))
     with locked(target), tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch, "source")
-        source.mkdir()
+        (source / "extra" / "pictures").mkdir(parents=True)
         names = {path.stem.partition("-")[0]: path.stem for path in reversed(paths)}
-        for path in paths:
-            _write_page(path, source, names, bool(summary))
+        pages = [_write_page(path, source, names, bool(summary)) for path in paths]
         mathjax = Path(find_spec("jupyter_server_mathjax").origin).parent / "static"
         shutil.copytree(mathjax, source / "static" / "mathjax")
         for name in ("site.css", "site.js"):
             shutil.copy(Path(__file__).with_name(name), source / "static")
         texts = {
-            "index.md": _first_page(executed.name, summary)
-            + _contents(path.stem for path in paths),
+            "index.md": _first_page(executed.name, summary, pages) + _contents(pages),
+            "gallery.md": _gallery(pages),
             "conf.py": _CONFIG,
             "static/mathjax/config/workbook.js": _MATHJAX,
         }
@@ -95,14 +118,50 @@ def build(target: Path, executed: Path) -> Path:
     return target / "index.html"
 
 
-def _first_page(machine: str, summary: str) -> str:
-    """Of a run: how each notebook ended. Else what the workbook is."""
+def _first_page(machine: str, summary: str, pages: Sequence[_Page]) -> str:
+    """Of a run: how each notebook ended. Else what the workbook is, and a card for each chapter."""
     if summary:
         has_card = find(machine, "machine.json").exists()
         card = load_card(machine).line() if has_card else ""
         return f"# The workbook on {machine}\n\n{card}\n\n~~~~text\n{summary}\n~~~~\n"
     about = notebooks.read_yaml("book.yaml").get("about", "")
-    return f"# {_TITLE}\n\n{about}\n\n"
+    return f"# {_TITLE}\n\n{about}\n\n{_cards(pages)}\n"
+
+
+def _cards(pages: Sequence[_Page]) -> str:
+    """Of each chapter its name, hours, first picture, and what it asks."""
+    questions = notebooks.read_yaml("book.yaml").get("questions", {})
+    cards = []
+    for chapter, of_chapter in _by_chapter(pages)[1:]:
+        minutes = [page.entry.minutes for page in of_chapter if page.entry.minutes]
+        read = sum(int(to_read) for to_read, _ in minutes) / 60
+        work = sum(int(to_work) for _, to_work in minutes) / 60
+        picture = next((page.pictures[0].html() for page in of_chapter if page.pictures), "")
+        texts = [
+            f"<b>{escape(chapter)}</b>",
+            f"<span>{read:.1f} hours to read, {work:.1f} to work</span>",
+        ]
+        texts += [picture, f"<span>{escape(questions.get(chapter, ''))}</span>"]
+        cards.append(f'<a href="{of_chapter[0].entry.name}.html">{"".join(texts)}</a>')
+    return _grid(cards)
+
+
+def _gallery(pages: Sequence[_Page]) -> str:
+    """Every plot of committed rows, by chapter."""
+    text = "# Every plot, and what it shows\n"
+    for chapter, of_chapter in _by_chapter(pages):
+        links = [
+            f'<a href="{page.entry.name}.html">{picture.html()}<span>{escape(picture.title)}</span></a>'
+            for page in of_chapter
+            for picture in page.pictures
+        ]
+        if links:
+            text += f"\n## {chapter}\n\n{_grid(links)}\n"
+    return text
+
+
+def _grid(links: Iterable[str]) -> str:
+    return f'<div class="grid">{"".join(links)}</div>'
 
 
 def _run_sphinx(source: Path, built: Path, trees: Path) -> None:
@@ -112,16 +171,13 @@ def _run_sphinx(source: Path, built: Path, trees: Path) -> None:
         raise BatchError(f"Sphinx could not build the site: {done.stderr.strip()[-500:]}")
 
 
-def _write_page(path: Path, source: Path, names: Mapping[str, str], may_be_empty: bool) -> None:
+def _write_page(path: Path, source: Path, names: Mapping[str, str], may_be_empty: bool) -> _Page:
     """A notebook's page, with a link to each table of its problem's rows."""
     notebook = nbformat.reads(_linked(path.read_text(encoding="utf-8"), names), as_version=4)
     if not may_be_empty and not any(cell.get("outputs") for cell in notebook.cells):
         raise BatchError(f"{path.name} has no outputs: `make notebooks` executes it")
-    for cell in notebook.cells:
-        for name, bundle in cell.pop("attachments", {}).items():  # which myst-nb does not know
-            picture = f"{path.stem}-{name}"
-            (source / picture).write_bytes(base64.b64decode(bundle["image/png"]))
-            cell.source = cell.source.replace(f"attachment:{name}", picture)
+    entry = overview.entry(path.stem, notebook)
+    pictures = list(_write_pictures(notebook, path.stem, source / "extra" / "pictures"))
     _fold(notebook)
     figures = project().figures
     links = []
@@ -134,26 +190,49 @@ def _write_page(path: Path, source: Path, names: Mapping[str, str], may_be_empty
         text = f"**Rows:** {', '.join(links)}"
         notebook.cells.append(nbformat.v4.new_markdown_cell(text))
     nbformat.write(notebook, source / path.name)
+    return _Page(entry, pictures)
+
+
+def _write_pictures(notebook: NotebookNode, stem: str, folder: Path) -> Iterator[_Picture]:
+    """Write the plots of committed rows, and what is attached to text, which myst-nb does not know."""
+    for cell in notebook.cells:
+        for name, bundle in cell.pop("attachments", {}).items():
+            (folder / f"{stem}.png").write_bytes(base64.b64decode(bundle["image/png"]))
+            pattern = rf"!\[(.*?)\]\(attachment:{re.escape(name)}\)"
+            image = rf'<img src="pictures/{stem}.png" alt="\1" width="600">'
+            cell.source = re.sub(pattern, image, cell.source)
+        if not overview.draws_committed_rows(cell.source):
+            continue
+        for output in cell.get("outputs", []):
+            if title := output.get("metadata", {}).get("image/png", {}).get("alt"):
+                name = f"{stem}-{cell.id}.png"
+                (folder / name).write_bytes(base64.b64decode(output.data["image/png"]))
+                with Image.open(folder / name) as image:
+                    yield _Picture(name, title, *image.size)
 
 
 def _fold(notebook: NotebookNode) -> None:
     """Fold what a reader does not need to follow: parameters and imports, solutions, checkers, other code."""
-    is_set_up = True
+    before_sections = True
     for cell in notebook.cells:
-        if cell.source.startswith("## "):
-            is_set_up = False
+        before_sections = before_sections and not cell.source.startswith("## ")
         if cell.cell_type != "code":
             continue
         tags = cell.metadata.setdefault("tags", [])
-        prompt = "Code"
-        if has_solution(cell) or CHECKER in tags:
-            prompt = "A solution" if has_solution(cell) else "The checker"
-            tags.append(HIDE_INPUT)
-        elif is_set_up:
-            prompt = "Parameters and set-up"
+        if has_solution(cell):
+            prompt = "A solution"
+        elif CHECKER in tags:
+            prompt = "The checker"
+        elif before_sections:
+            prompt = "Parameters" if "parameters" in tags else "Set-up"
             tags.append("hide-cell")
         elif cell.source.startswith("solution("):
             tags.append("remove-input")
+            continue
+        else:
+            prompt = "Code"
+        if prompt in ("A solution", "The checker"):
+            tags.append(HIDE_INPUT)
         cell.metadata["mystnb"] = {"code_prompt_show": prompt, "code_prompt_hide": prompt}
 
 
@@ -167,11 +246,24 @@ def _linked(text: str, names: Mapping[str, str]) -> str:
     return re.sub(_LINK, link, text)
 
 
-def _contents(names: Iterable[str]) -> str:
-    """The pages by chapter, on the first page and in the side bar."""
+def _by_chapter(pages: Sequence[_Page]) -> list[tuple[str, list[_Page]]]:
+    """The pages of each chapter that has some; the first has what comes before all of them."""
+    chapters = {0: "Start"} | notebooks.read_yaml("book.yaml").get("chapters", {})
+    ends = list(chapters)[1:] + [100]
+    of_chapters = [
+        (chapter, [page for page in pages if first <= int(page.entry.name[:2]) < end])
+        for (first, chapter), end in zip(chapters.items(), ends, strict=True)
+    ]
+    return of_chapters[:1] + [each for each in of_chapters[1:] if each[1]]
+
+
+def _contents(pages: Sequence[_Page]) -> str:
+    """The pages by chapter, as the side bar has them."""
     text = []
-    for chapter, of_chapter in groupby(names, notebooks.chapter_of):
-        text += ["```{toctree}", f":caption: {chapter}", ":maxdepth: 1"]
-        text += of_chapter
+    for chapter, of_chapter in _by_chapter(pages):
+        text += ["```{toctree}", f":caption: {chapter}", ":maxdepth: 1", ":hidden:"]
+        text += [page.entry.name for page in of_chapter]
+        if chapter == "Start":
+            text.append("gallery")
         text.append("```\n")
     return "\n".join(text)
