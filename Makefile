@@ -21,7 +21,7 @@ test: setup ## lint, tests, and every notebook against its own outputs
 	$(PY) -m ruff check . && $(PY) -m ruff format --check --quiet .
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --nbval --nbval-current-env tests notebooks $(ARGS)
 
-test-bounds: ## part of the tests with the oldest, the newest and mixed versions that pyproject.toml allows (for owners)
+test-bounds: ## the tests with the newest versions, part of them with the oldest, that pyproject.toml allows (for owners)
 	@sh lib/bounds.sh $(ARGS)
 
 solutions: setup ## try all right and wrong solutions of the notebooks' steps (for owners)

@@ -103,7 +103,7 @@ def test_a_step_works_in_place_with_one_buffer():
 @pytest.mark.parametrize(
     ("bad", "match"),
     [
-        ({"lr": "fast"}, "lr.*'fast'"),
+        ({"lr": -1}, "lr.*-1"),
         ({"weight_decay": float("inf")}, "weight_decay.*inf"),
         ({"betas": (0.9, 1.0)}, r"betas.*\(0.9, 1.0\)"),
     ],

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable
-from numbers import Real
 
 import torch
 from torch import Tensor
@@ -87,8 +86,7 @@ class AdamW(Optimizer):
 def _check_settings(settings: dict) -> None:
     for name in ("lr", "eps", "weight_decay"):
         value = settings[name]
-        # Nor NaN.
-        if not (isinstance(value, Real) and 0 <= value < math.inf):
+        if not 0 <= value < math.inf:  # nor NaN
             raise ValueError(f"{name} must be a finite number of at least 0; got {value!r}")
     betas = settings["betas"]
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):

@@ -66,9 +66,16 @@ def gathered_units(
         return {"forward": {}, "backward": {}}
     d = config.d_model
     embedding = config.vocab_size * d
+    projections = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.output_proj")
+    weights = dict.fromkeys(projections, d * d)
+    weights |= dict.fromkeys(("ffn.w1", "ffn.w3", "ffn.w2"), d * config.d_ff)
+    norms = 0 if "norms" in sharding.replicates else 2 * d
     units = {"token_embeddings": embedding}
-    for number in range(config.num_layers):
-        units |= _block_units(config, sharding, f"layers.{number}")
+    for block in range(config.num_layers):
+        if sharding.unit == "weight":
+            units |= {f"layers.{block}.{name}": size for name, size in weights.items()}
+        else:
+            units[f"layers.{block}"] = sum(weights.values()) + norms
     if "token_embeddings" in sharding.stays:  # one unit with all that is around the blocks
         units["token_embeddings"] += d + embedding
     else:
@@ -76,17 +83,6 @@ def gathered_units(
     forward = {unit: dtype_bytes(dtype) * size for unit, size in units.items()}
     again = [unit for unit in reversed(forward) if unit not in sharding.stays]
     return {"forward": forward, "backward": {unit: forward[unit] for unit in again}}
-
-
-def _block_units(config: ModelConfig, sharding: Sharding, block: str) -> dict[str, int]:
-    d = config.d_model
-    projections = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.output_proj")
-    weights = dict.fromkeys(projections, d * d)
-    weights |= dict.fromkeys(("ffn.w1", "ffn.w3", "ffn.w2"), d * config.d_ff)
-    if sharding.unit == "weight":
-        return {f"{block}.{name}": size for name, size in weights.items()}
-    norms = 0 if "norms" in sharding.replicates else 2 * d
-    return {block: sum(weights.values()) + norms}
 
 
 def held_bytes(

@@ -28,7 +28,6 @@ from labbook.files import find, locked, make_folder
 from labbook.machine import load_card
 from labbook.project import project
 
-_PACKAGES = ("sphinx", "myst_nb", "furo", "jupyter_server_mathjax")
 _LINK = r"\[([^][]*)\]\((?:\.\./[^)]*|(?P<name>\d\d_\w+)\.ipynb(?P<at>#[^)]*)?)\)"
 _TITLE = "Making language models train fast, measured"
 _CONFIG = f"""\
@@ -86,10 +85,8 @@ def build(target: Path, executed: Path) -> Path:
     Returns its first page.
     Raises BatchError: Sphinx is not installed, or could not build; or a notebook has not been executed.
     """
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
-    if missing:
-        remedy = "`pip install -e '.[site]'` does it"
-        raise BatchError(f"{', '.join(missing)} is not installed; {remedy}")
+    if find_spec("furo") is None:
+        raise BatchError("the site needs more packages: `pip install -e '.[site]'` installs them")
     paths = notebooks.paths(executed)
     if not paths:
         raise BatchError(f"there is no executed notebook in {executed}; `make run` makes some")

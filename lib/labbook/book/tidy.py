@@ -106,6 +106,5 @@ def write_copies(notebooks: Sequence[Path], folder: Path) -> Iterator[str]:
             yield f"kept     {target} (delete it for a new one)"
             continue
         notebook = nbformat.read(path, as_version=4)
-        steps = sum(map(has_solution, notebook.cells))
         write_atomically(target, nbformat.writes(cleared(notebook)) + "\n")
-        yield f"written  {target}" + f" ({steps} steps)" * (steps > 0)
+        yield f"written  {target}"

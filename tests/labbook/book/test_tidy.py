@@ -81,8 +81,7 @@ def test_a_copy_that_is_there_stays(notebook, tmp_path):
     original = tmp_path / "11_sum.ipynb"
     folder = tmp_path / "learn"
     nbformat.write(notebook, original)
-    (written,) = write_copies([original], folder)
-    assert "(1 steps)" in written
+    list(write_copies([original], folder))
     (folder / original.name).write_text("my work")
     list(write_copies([original], folder))
     assert (folder / original.name).read_text() == "my work"
