@@ -1,9 +1,7 @@
 """Rows on record: which are of today's code, and which cases they spare."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -14,13 +12,25 @@ from labbook.rows import run_counts
 from labbook.runs import Record, load_run
 
 
-def age(slug: str, machine: str) -> str:
-    """How many of a machine's rows are of today's code, and what the others are; "" without rows."""
-    counts: Counter[str] = Counter()
-    for name, count in run_counts(slug, machine).items():
-        counts[reason_old(load_run(machine, name)) or "of today's code"] += count
-    parts = [f"{count:,} {reason}" for reason, count in counts.most_common()]
-    return f"rows of {machine}: {'; '.join(parts)}" if parts else ""
+class Rows(NamedTuple):
+    """What one run measured of a table. changed: what of the run's code is not today's."""
+
+    machine: str
+    table: str
+    number: int
+    run: Record
+    changed: list[str]
+
+
+def measurements(slug: str, machines: Iterable[str]) -> list[Rows]:
+    """What runs measured for a problem on some machines."""
+    now = code.of_notebook(code.notebook_of(slug))
+    found = []
+    for machine in machines:
+        for (table, name), number in run_counts(slug, machine).items():
+            run = load_run(machine, name)
+            found.append(Rows(machine, table, number, run, code.changed(run.code, now)))
+    return found
 
 
 def measured(
@@ -35,31 +45,17 @@ def measured(
 
 
 def _point(row: Mapping[str, Any], keys: Iterable[str]) -> tuple:
-    """What was measured, the same for a case and for a loaded row, whose numbers may be floats."""
-    values = [None if pd.isna(row.get(name)) else row[name] for name in keys]
-    return tuple(float(value) if isinstance(value, Real) else value for value in values)
-
-
-def reason_old(record: Record | None) -> str:
-    """Why the rows of a run are not of today's code; "" if they are."""
-    if record is None:
-        return "of a run that is not known"
-    if not record.code:
-        return "from before code was recorded"
-    notebook = code.notebook_of(record.slug)
-    reason = code.reason_changed(record.code, code.of_notebook(notebook) if notebook else {})
-    return f"older: {reason}" if reason else ""
+    """What was measured; 1 of a case and 1.0 of a loaded row are the same."""
+    return tuple(None if pd.isna(row.get(name)) else row[name] for name in keys)
 
 
 def rows_of(now: Mapping[str, str], rows: pd.DataFrame, machine: str) -> pd.DataFrame:
     """The rows of a machine that all of this code measured, with this torch, on its present card."""
     # Cards of one name and another memory or socket share a folder.
-    gpu = gpu_of(machine)
+    here = (torch.__version__, gpu_of(machine))
     runs = []
     for name in rows["run"].dropna().unique():
-        record = load_run(machine, name)
-        if record is None or record.torch != torch.__version__ or record.gpu != gpu:
-            continue
-        if now and not code.changed(now, record.code):
+        run = load_run(machine, name)
+        if now and (run.torch, run.gpu) == here and not code.changed(now, run.code):
             runs.append(name)
     return rows[rows["run"].isin(runs)]

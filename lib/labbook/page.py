@@ -10,10 +10,11 @@ from IPython import display
 from labbook import bench, code, evidence
 from labbook.book.notebooks import check_parameters
 from labbook.compare import beside_published
-from labbook.files import figures_dir, make_folder, write_atomically
+from labbook.files import figures_dir, write_atomically
 from labbook.labels import column_label, significant, value_label, with_derived
 from labbook.machine import MachineCard, load_card, machine_card
 from labbook.project import project
+from labbook.release import provenance
 from labbook.rows import load_rows, published, save_rows
 from labbook.runs import Run
 from labbook.schema import schema
@@ -23,8 +24,8 @@ from labbook.tables import row_lines, show
 class Page:
     """The rows and figures of one notebook, on this machine (`card`) and on the reference machine.
 
-    Creating it begins a run, prints this machine's card, which is measured first where there is none, and how
-    old the rows of the committed machines are.
+    Creating it begins a run, prints this machine's card, which is measured first where there is none, and by
+    which code the committed rows were measured.
 
     slug: of the notebook's problem.
     parameters: `globals()` of the notebook; of its parameters, `device` and `reference` are used here; by
@@ -45,9 +46,12 @@ class Page:
         self.run = Run(slug, self.card.slug, given, self._code)
         self._printed: set[str] = set()
         self._print(self.card.line())
-        machines = {self.reference} | set(project().committed)
-        for machine in sorted(machines):
-            self._print(evidence.age(slug, machine))
+        line, changed = provenance(slug, {self.reference} | set(project().committed))
+        if changed:
+            names = f"<details><summary>{line}</summary>{', '.join(changed)}</details>"
+            display.display(display.HTML(names))
+        else:
+            self._print(line)
 
     def reference_rows(
         self, table: str, slug: str | None = None, machine: str | None = None
@@ -124,8 +128,7 @@ class Page:
         here: not of the reference's rows, but of this machine's, or of values computed on the spot.
         """
         machine = self.card.slug if here else self.reference
-        folder = make_folder(figures_dir() / machine / self.slug)
-        write_atomically(folder / f"{stem}.png", figure.png())
+        write_atomically(figures_dir() / machine / self.slug / f"{stem}.png", figure.png())
         return figure
 
     def here(self, text: str = "") -> None:

@@ -117,11 +117,12 @@ def load_rows(slug: str, machine: str, table: str) -> pd.DataFrame:
     return frame.assign(machine=pd.Series(machine, frame.index, dtype=object))
 
 
-def run_counts(slug: str, machine: str) -> Counter[str]:
-    """How many rows of a problem each run measured on a machine; "" is an unknown one."""
-    counts: Counter[str] = Counter()
+def run_counts(slug: str, machine: str) -> Counter[tuple[str, str]]:
+    """How many rows of each table of a problem each run measured on a machine; "" is an unknown one."""
+    counts: Counter[tuple[str, str]] = Counter()
     for table in schema().tables:
-        counts.update(_read(find(machine, slug, f"{table}.csv"), table)["run"])
+        rows = _read(find(machine, slug, f"{table}.csv"), table)
+        counts.update((table, run) for run in rows["run"])
     return counts
 
 

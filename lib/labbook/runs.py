@@ -21,13 +21,14 @@ from labbook import machine
 from labbook.files import figures_dir, find, read_record, write_record
 from labbook.project import project
 
+_UNKNOWN = {"code that is not on record": ""}  # of rows saved by hand, or whose run is gone
 # What changes times or results, besides switches.
 _SETTINGS = ("NCCL_", "CUDA_", "CUBLAS", "PYTORCH_", "TORCH", "TRITON_")
 
 
 @dataclass
 class Record:
-    """What the file of a run says. `code`: hashes by file or cell; none where they were not recorded."""
+    """What the file of a run says. `code`: hashes by file or cell."""
 
     run: str
     slug: str
@@ -76,11 +77,11 @@ class Run:
             slug=self.slug,
             machine=self.machine,
             gpu=machine.gpu_of(self.machine),
+            measured_at=[machine.now()],
             **machine.versions(),
         )
         record.settings = _settings()
         record.commit = git_commit(project().root)
-        record.measured_at = [machine.now()]
         record.parameters = dict(self.parameters)
         if record.gpu != "none" and torch.cuda.is_available():
             record.cuda = torch.version.cuda or ""
@@ -101,10 +102,14 @@ def _settings() -> dict[str, str]:
     return settings
 
 
-def load_run(machine: str, name: str) -> Record | None:
-    """What is known of a run; None where its file is not there. Raises ValueError: the file is damaged."""
+def load_run(machine: str, name: str) -> Record:
+    """What is known of a run, which may be nothing. Raises ValueError: its file is damaged."""
     path = find(machine, "runs", f"{name}.json")
-    return read_record(path, Record) if name and path.exists() else None
+    record = Record(name, "", machine, "", "", "")
+    if path.exists():
+        record = read_record(path, Record)
+    record.code = record.code or _UNKNOWN
+    return record
 
 
 def remove_unused(machine_slug: str, names: Iterable[str]) -> None:
@@ -122,9 +127,9 @@ def git_commit(repository: Path) -> str:
 
     Of a repository around the project it says nothing.
     """
+    if not (repository / ".git").exists():
+        return "unknown"
     try:
-        if Path(_git(repository, "rev-parse", "--show-toplevel")).resolve() != repository.resolve():
-            return "unknown"
         commit = _git(repository, "rev-parse", "--short=10", "HEAD")
         changes = _git(repository, "status", "--porcelain", "--", "lib")
     except (OSError, subprocess.SubprocessError):

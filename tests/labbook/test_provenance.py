@@ -7,7 +7,7 @@ import subprocess
 import pytest
 import torch
 
-from labbook import code, evidence, runs
+from labbook import evidence, runs
 from labbook.code import notebook_of
 from labbook.project import project
 from labbook.rows import load_rows, run_counts, save_rows
@@ -46,11 +46,11 @@ def test_a_run_is_on_disk_before_its_rows(monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
 
-    run = runs.Run(SLUG, MACHINE)
+    run = runs.Run(SLUG, MACHINE, executed=lambda: CODE)
     monkeypatch.setattr("labbook.rows.write_atomically", fail)
     with pytest.raises(KeyboardInterrupt):
         save("a", run)
-    assert runs.load_run(MACHINE, run.name)
+    assert runs.load_run(MACHINE, run.name).code == CODE
 
 
 def test_a_run_without_rows_is_removed(figures):
@@ -59,7 +59,7 @@ def test_a_run_without_rows_is_removed(figures):
     save("a", first)
     save("b", first)
     save("a", second)
-    assert runs.load_run(MACHINE, first.name), "b is of it"
+    assert runs.load_run(MACHINE, first.name).torch, "b is of it"
     save("b", second)
     assert [path.stem for path in (figures / MACHINE / "runs").iterdir()] == [second.name]
 
@@ -79,19 +79,6 @@ def test_rows_are_not_repeated_when_todays_code_measured_them(monkeypatch):
         assert evidence.rows_of(CODE, rows, MACHINE).empty
     monkeypatch.setattr(evidence, "gpu_of", lambda _: "the same with more memory")
     assert evidence.rows_of(CODE, rows, MACHINE).empty
-
-
-def test_the_reason_why_rows_are_old(monkeypatch):
-    def reason(run: str, now: dict[str, str]) -> str:
-        monkeypatch.setattr(code, "of_notebook", lambda path: now)
-        return evidence.reason_old(runs.load_run(MACHINE, run))
-
-    run = save("a", runs.Run(SLUG, MACHINE, executed=lambda: CODE))
-    assert reason(run, CODE) == ""
-    changed = CODE | {"cs336_systems/model.py": "newer"}
-    assert reason(run, changed) == "older: model.py changed since"
-    assert "before" in reason(save("b", runs.Run(SLUG, MACHINE)), CODE)
-    assert evidence.reason_old(None)
 
 
 def test_a_damaged_run_is_said_in_a_sentence(figures):
@@ -137,7 +124,7 @@ def test_committed_rows_have_runs_and_runs_have_rows():
     for folder in [project().figures / name for name in project().committed]:
         slugs = {path.parent.name for path in folder.glob("*/*.csv")}
         assert all(map(notebook_of, slugs))
-        found = {name for slug in slugs for name in run_counts(slug, folder.name)}
+        found = {name for slug in slugs for _, name in run_counts(slug, folder.name)}
         assert found == {path.stem for path in folder.glob("runs/*.json")}
         records = [runs.load_run(folder.name, name) for name in found]
         assert all(each.slug in each.run and each.machine == folder.name for each in records)

@@ -15,6 +15,7 @@ import nbformat
 import numpy as np
 import torch
 
+from labbook import release
 from labbook.book import batch, notebooks, site, slurm
 from labbook.book.execution import Outcome
 from labbook.book.map import put_in_short
@@ -45,13 +46,15 @@ def _parser(program: str | None) -> ArgumentParser:
     parser = ArgumentParser(prog=program, description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
     parsers = {}
-    for function in (_run, _list, _notebooks, _figures, _learn, _site):
-        name = function.__name__.removeprefix("_")
+    for function in (_run, _list, _notebooks, _figures, _learn, _site, _release, _release_check):
+        name = function.__name__.removeprefix("_").replace("_", "-")
         text = function.__doc__
         parsers[name] = commands.add_parser(name, help=text, description=text)
         parsers[name].set_defaults(command=function)
     _add_run_options(parsers["run"])
     parsers["site"].add_argument("folder", nargs="?", type=Path, help="of a run: runs/<machine>")
+    parsers["release"].add_argument("name", help="v1.0")
+    parsers["release"].add_argument("commit", nargs="?", default="", help="default: as runs say")
     for name in ("notebooks", "figures", "learn"):
         parsers[name].add_argument("names", nargs="*", metavar="NOTEBOOK", help="default: all")
     return parser
@@ -164,6 +167,21 @@ def _site(options: Namespace) -> None:
     print(
         site.build(options.folder or project().root / "site", options.folder or notebooks.folder())
     )
+
+
+def _release(options: Namespace) -> int:
+    """write RELEASE, by which pages say with which code the committed rows were measured"""
+    if _release_check(options):
+        return 1
+    release.write(options.name, options.commit)
+    return 0
+
+
+def _release_check(options: Namespace) -> int:
+    """list the committed rows that are not of today's code, and what has changed since"""
+    old = release.old_rows()
+    print("\n".join(old or ["all committed rows are of today's code"]))
+    return int(bool(old))
 
 
 def _paths(words: list[str]) -> list[Path]:

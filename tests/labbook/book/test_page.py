@@ -2,9 +2,8 @@
 
 import pytest
 
-from labbook import Page, Step, code, evidence, grid, lines, runs
+from labbook import Page, Step, grid, lines, runs
 from labbook.book.notebooks import BatchError
-from labbook.rows import run_counts
 
 SLUG = "mixed_precision_accumulation"
 ROW = {"accumulation": "float32 += float16", "steps": 1000, "total": 10.0}
@@ -66,18 +65,12 @@ def test_figures_lie_with_the_machine_whose_rows_they_show(page, tmp_path):
 SAVING = "from cs336_systems.training.steps import PASSES as choose\npage.save(choose(rows), 'accumulation')"
 
 
-def test_a_page_says_how_old_the_rows_of_committed_machines_are(monkeypatch, capsys):
-    ((name, count),) = run_counts("torch_compile", "h200").most_common(1)
-    record = runs.load_run("h200", name)
-    record.code = code.of_notebook(code.notebook_of("torch_compile"))
-    record.code["cs336_systems/model.py"] = "other"
-    monkeypatch.setattr(
-        evidence, "load_run", lambda *run: record if name in run else runs.load_run(*run)
-    )
-    Page("torch_compile", {})
-    said = capsys.readouterr().out
-    assert f"{count} older: model.py changed since" in said
-    assert "rows of h200: " in said
+def test_a_page_names_folded_what_has_changed_since_its_rows_were_measured(monkeypatch, shown):
+    changed = ["model.py", "functional.py"]
+    monkeypatch.setattr("labbook.page.provenance", lambda *_: ("two files have changed", changed))
+    Page(SLUG, {})
+    text = "<details><summary>two files have changed</summary>model.py, functional.py</details>"
+    assert [each.data for each in shown] == [text]
 
 
 def test_rows_of_the_running_cell_are_on_record_until_it_changes():
