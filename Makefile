@@ -3,10 +3,10 @@ PY := .venv/bin/python
 # Tests at the same time: up to four, of one thread each. On a GPU one after the other: they would share its memory.
 WORKERS = $(shell $(PY) -c 'import os, torch; print(0 if torch.cuda.is_available() else min(4, os.cpu_count()))')
 
-.PHONY: help setup run list test test-bounds solutions planted claims lab learn notebooks site figures clean
+.PHONY: help setup run list test test-bounds solutions planted claims lab learn notebooks site figures release-check clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 setup: ## make or renew .venv (every target below does it by itself)
 	@sh lib/setup.sh
@@ -19,6 +19,7 @@ list: setup ## the notebooks, their parameters and defaults
 
 test: setup ## lint, tests, and every notebook against its own outputs
 	$(PY) -m ruff check . && $(PY) -m ruff format --check --quiet .
+	@$(PY) -m cs336_systems release-check || true
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --nbval --nbval-current-env tests notebooks $(ARGS)
 
 test-bounds: ## the tests with the newest versions, part of them with the oldest, that pyproject.toml allows (for owners)
@@ -47,6 +48,9 @@ site: setup ## the notebooks as a site in site/, read offline
 
 figures: setup ## redraw every plot from the rows
 	@$(PY) -m cs336_systems figures $(ARGS)
+
+release-check: setup ## the committed rows that are not of today's code, and what has changed since; fails where there are any
+	@$(PY) -m cs336_systems release-check
 
 clean: ## remove what runs and tests left behind (not .venv, not figures)
 	rm -rf runs .pytest_cache .ruff_cache .hypothesis notebooks/.ipynb_checkpoints

@@ -121,8 +121,9 @@ def run_counts(slug: str, machine: str) -> Counter[tuple[str, str]]:
     """How many rows of each table of a problem each run measured on a machine; "" is an unknown one."""
     counts: Counter[tuple[str, str]] = Counter()
     for table in schema().tables:
-        rows = _read(find(machine, slug, f"{table}.csv"), table)
-        counts.update((table, run) for run in rows["run"])
+        path = find(machine, slug, f"{table}.csv")
+        if path.exists():
+            counts.update((table, run) for run in _read(path, table)["run"])
     return counts
 
 
