@@ -61,7 +61,6 @@ family(
     sharded         | ShardedOptimizer         | orange
     sharded_scatter | ZeRO 1 (paper)           | vermillion
     fsdp2           | FSDP2                    | black
-    fsdp2_kept      | FSDP2, weights kept      | wine
     fsdp_weight     | FSDP by weight           | sky
     fsdp_block      | FSDP by block            | green
     fsdp_kept       | FSDP, weights kept       | purple

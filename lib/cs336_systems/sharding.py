@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 SHARDED = ("parameters", "gradients", "optimizer state")
 OPTIMIZER_STATE = SHARDED[2:]
-BLOCKS = ("attention", "feed_forward")
 AROUND_BLOCKS = ("token_embeddings", "norms", "lm_head")
 
 

@@ -9,7 +9,7 @@ from cs336_systems.accounting import sharding_costs as costs
 from cs336_systems.accounting.flops import parameter_count
 from cs336_systems.configs import model_size
 from cs336_systems.parallel import SHARDINGS, launch
-from cs336_systems.parallel.steps import ShardedSteps
+from cs336_systems.parallel.steps import sharded_steps
 from cs336_systems.traffic import watch_collectives
 from labbook import memory
 
@@ -36,7 +36,7 @@ def look(context, cases):
     }
     looks = {}
     for strategy, dtype in cases:
-        run = ShardedSteps(TINY, SHARDINGS[strategy], context, dtype=dtype, **shape)
+        run = sharded_steps(TINY, SHARDINGS[strategy], context, dtype=dtype, **shape)
         held = memory.held_in_first_step(run)
         with watch_collectives() as messages:
             run.train_step()

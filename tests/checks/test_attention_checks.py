@@ -1,7 +1,4 @@
-"""What is checked of attention: right answers pass, and of wrong ones the usual reason is named.
-
-The steps of single tiles are tried in test_notebook_steps.py, with the solutions of 24 and 25.
-"""
+"""What is checked of attention: right answers pass, and of wrong ones the usual reason is named."""
 
 import math
 

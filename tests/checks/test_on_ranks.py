@@ -47,7 +47,6 @@ DDP = {
     "rank 0, 1: `.module` ": ("self.module", "self.inner"),
 }  # fmt: skip
 CLASS = "class AsyncSharded(ShardedStates):\n"
-STEP = "self.inside.step()\n"
 SUPER = "super().__init__(params, settings)"
 BROADCASTS = """[
             dist.broadcast(p.data, src=owner, async_op=True) for p, owner in self.owners.items()
@@ -55,29 +54,22 @@ BROADCASTS = """[
 ROUNDED = "[[dist.broadcast(y := p.data.bfloat16(), src=r), p.data.copy_(y)] for p, r in self.owners.items()]"
 NO_UPDATE = ("mine.update(", "dict(")
 JOINS = "self.inside.add_param_group(mine)"
-FILL = (
-    "without = [p for p in self.owners if p.grad is None]",
-    "for p in without: p.grad = torch.zeros_like(p)",
-)
 OPTIMIZER = {
     "^$": (),
     "no torch.optim.Optimizer": (CLASS, f"{CLASS}    __new__ = lambda *_, **__: object()\n"),
     "param_groups hold 4 parameters of 8":
         ("self.owners |= owners", lines("self.owners |= owners", "group['params'] = mine['params']")),
     "param_groups have no 'lr'": (SUPER, lines(SUPER, "self.param_groups[0].pop('lr')")),
-    "rank 0, 1: parameter 0 .* as before the step.* src=owner":
+    "rank 0, 1: with AdamW, step 1: parameter 0 .* as before the step.* src=owner":
         ("src=owner", "src=(owner + 1) % self.world_size"),
     "8 of 8 broadcasts may still be under way": ("handle.wait()", "pass"),
     "the ranks keep 17408 bytes of states, one optimizer 8704. .* what it owns":
         ("if owners[p] == self.rank]", "]", BROADCASTS, "[]"),
     "rank 0 keeps 94% of the states. Assign by bytes":
         ("parameter: -parameter.nbytes", "_: 0", "load.index(min(load))", "len(owners) % world_size"),
-    "without a gradient was given one": (STEP, lines(*FILL, STEP)),
     "called the closure 0 times": ("closure() if", "None if"),
     "under no_grad": ("with torch.enable_grad():", "with torch.no_grad():"),
     "returned None": ("return loss", "return None"),
-    r"after zero_grad\(\) 4 of 8 gradients":
-        (CLASS, f"{CLASS}    zero_grad = lambda self, to_none=True: self.inside.zero_grad(to_none)\n"),
     "with two groups, parameter 0 .* each with its settings":
         ("super().add_param_group(group)", "super().add_param_group({**group, **self.settings})"),
     "changes of settings .* as schedulers make them, parameter 0 ": NO_UPDATE,
@@ -121,7 +113,6 @@ FSDP = {
     "'norm.weight' was sharded. Leave":
         ("names[parameter]: parameter.detach()", "names[parameter]: parameter.detach().expand(132)",
          REPLICATED, lines(REPLICATED, "for p in self.replicated: p.data = p.data[:1]\n")),
-    r"after forward, parameters\(\) are not the shards": ("weight.layer.weight = weight.shard", "pass"),
     r"\(24, 12\), torch.float32, its shard \(12, 12\)":
         (GRADIENT, lines("shard, weight.shard.data = weight.shard.data, torch.zeros_like(weight.whole)",
          "    weight.shard.grad = torch.zeros_like(weight.shard)", "    weight.shard.data = shard")),
@@ -130,7 +121,6 @@ FSDP = {
     "whole gradient of 'head' went through all_reduce":
         ("work = reduce_scatter(mine, all_rows, async_op=True)",
          "work, mine = dist.all_reduce(all_rows, async_op=True), all_rows.chunk(2)[dist.get_rank()]"),
-    "with the weights from before the optimizer's step. Gather": ("weight.free()", "pass"),
     r"after forward the whole .*resize_\(0\)":
         (lines("weight.layer.weight = weight.shard", "weight.free()"), "weight.layer.weight = weight.shard"),
     "after backward the whole .* still have memory: wide":
@@ -162,9 +152,9 @@ TENSOR = {
         ("return grad, None", "torch.distributed.all_reduce(grad := grad.clone()); return grad, None"),
     "gradient of w1 is missing":
         (SUM, "return Sum.apply((hidden @ self.w2.T).detach(), None).requires_grad_()"),
-    r"w2 is \(3, 10\), not \(6, 5\). Cut it into columns": ('dim=1 if name == "w2" else 0', "dim=0"),
-    "rank 1: w3 is not the slice": ("name, rank, ranks)\n", "name, rank * (name != 'w3'), ranks)\n"),
-    "group of this rank alone, w1 is .* Use the group": ("self.group = group", "self.group = group = None"),
+    r"w2, \(3, 10\), is not .* of its columns": ('dim=1 if name == "w2" else 0', "dim=0"),
+    "rank 1: w3, .* is not the slice": ("name, rank, ranks)\n", "name, rank * (name != 'w3'), ranks)\n"),
+    "group of this rank alone, w1, .* Use the group": ("self.group = group", "self.group = group = None"),
     "rank alone, the gradient of the input is not": ("ctx.group = group", "ctx.group = None"),
     "`.w1` is no nn.Parameter": ("torch.nn.Parameter(piece.clone())", "piece.clone()"),
 }  # fmt: skip
@@ -223,7 +213,7 @@ def test_what_does_not_get_through_is_one_sentence(changes, timeout_s, named, ca
 def test_less_or_more_can_be_asked_for(capsys):
     unsent = written("41", "AsyncSharded").made(BROADCASTS, "[]")
     checks.check_sharded_optimizer(unsent, only_states=True)
-    assert "3 cases right" in capsys.readouterr().out
+    assert "2 cases right" in capsys.readouterr().out
     with pytest.raises(AssertionError, match="three backward passes"):
         checks.check_ddp(written("35", "ShortOverlap").made(), thorough=True)
     not_ahead = written("43", "MyFSDP").made("place : place + 3", "place : place + 1")
@@ -232,16 +222,3 @@ def test_less_or_more_can_be_asked_for(capsys):
         checks.check_fsdp(not_ahead, only=("prefetch",))
     with pytest.raises(AssertionError, match="'speed' is unknown; allowed: shards, forward"):
         checks.check_fsdp(not_ahead, only=("speed",))
-
-
-def test_what_cannot_be_watched_is_not_judged(capsys):
-    by_broadcast = lines(
-        "rows = weight.all_rows.chunk(2)",
-        "rows[dist.get_rank()].copy_(weight.sent)",
-        "weight.work = [dist.broadcast(each, src=rank) for rank, each in enumerate(rows)]",
-    )
-    by_broadcast = written("43", "MyFSDP").made(GATHER, by_broadcast, ARRIVED, "pass")
-    checks.check_fsdp(by_broadcast, only=("prefetch", "precision"))
-    first, *_, verdict = capsys.readouterr().out.splitlines()
-    assert re.match("· .* not watched", first)
-    assert verdict == "MyFSDP: 1 cases right on 2 ranks"

@@ -10,11 +10,15 @@ import runpy
 from functools import cache
 from pathlib import Path
 
+import nbformat
 import pytest
 
 pytest.importorskip("triton", reason="there is no triton for this platform")
 
-from solutions import written
+from solutions import makes, written
+
+from labbook.book.tidy import has_solution
+from labbook.project import project
 
 BANK = Path(__file__).parents[1] / "solutions"
 TRY_ALL = bool(os.environ.get("CS336_ALL_SOLUTIONS"))
@@ -45,6 +49,13 @@ def candidates() -> list[tuple[str, str, str, str]]:
             for reason in reasons:
                 cases.append((number, name, reason, changed(sources[0], wrong[reason])))
     return cases
+
+
+def test_every_step_has_right_and_wrong_solutions():
+    for path in project().notebooks.glob("*.ipynb"):
+        for cell in nbformat.read(path, as_version=4).cells:
+            if has_solution(cell):
+                assert bank(path.name[:2])["WRONG"].keys() & makes(cell.source), path
 
 
 @pytest.mark.parametrize(("number", "name", "mistake", "source"), candidates())

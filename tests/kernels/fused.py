@@ -1,11 +1,47 @@
 """The fused kernels beside the same of PyTorch's operations, and shapes to try."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch.nn import functional as F
 
-from cs336_systems.checks.accuracy import Operation, rows_and_weight
+from cs336_systems.checks.accuracy import Reference, Trial, compare, random_on
 from cs336_systems.functional import at_least_float32, rotary
 from cs336_systems.training.linear_cross_entropy import IGNORED
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What a kernel is tried with.
+
+    plain: the same of PyTorch's operations. tensors: names of its inputs; of a capital ones without gradient.
+    make: shape and generator -> the inputs. shapes: to check.
+    """
+
+    plain: Callable
+    tensors: tuple[str, ...]
+    make: Callable
+    shapes: tuple[tuple[int, ...], ...]
+
+    def check(self, label, function, *, shapes=None, dtype=torch.float32):
+        """A function and its gradients are near float64's, for fresh random inputs."""
+        generator = random_on(None, None)
+        for shape in shapes or self.shapes:
+            with generator.device:
+                made = self.make(shape, generator)
+            inputs = dict(zip(self.tensors, made, strict=True))
+            for name, x in inputs.items():
+                if name.islower():
+                    inputs[name] = x.to(dtype).requires_grad_()
+            output = self.plain(*inputs.values()).detach()
+            noise = torch.randn(output.shape, generator=generator, device=output.device)
+            trial = Trial(inputs, noise.to(output.dtype), where=f"{label} {shape}")
+            list(compare(function, trial, Reference(self.plain)))
+
+
+def _rms_norm_inputs(shape, generator):
+    return [torch.randn(size, generator=generator) for size in (shape, shape[-1:])]
 
 
 def _plain_linear_cross_entropy(hidden, weight, targets):
@@ -36,7 +72,7 @@ FUSED = {
     "rms_norm": Operation(
         lambda x, weight: F.rms_norm(x, weight.shape, weight, eps=1e-5),
         ("x", "weight"),
-        rows_and_weight,
+        _rms_norm_inputs,
         ((64, 128), (37, 100), (2, 3, 5, 33), (1, 1500), (300, 40), (7,)),
     ),
     "rotary": Operation(

@@ -67,7 +67,7 @@ def call_and_hang(context):
 
 def report_ranks(context, offset):
     context.send({"case": 1})
-    context.send({(1, 2): "no JSON"})
+    context.send({"no JSON": torch.float32})
     ranks = [None] * context.world_size
     dist.all_gather_object(ranks, [context.rank + offset, context.local_rank])
     return ranks

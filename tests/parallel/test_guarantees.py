@@ -478,7 +478,7 @@ def what_cannot_be_wrapped_is_refused(context):
     cases = [
         (lambda: NaiveDDP(layer(trains=False)), "no trainable parameter"),
         (lambda: FSDP(nn.LayerNorm(4)), "LayerNorm has nothing to shard; allowed: a trainable"),
-        (lambda: FSDP(mixed), "torch.float16 and torch.fl"),
+        (lambda: FSDP(mixed), "allowed: one floating-point dtype"),
         (lambda: FSDP(mixed, "bfloat16"), "compute_dtype is 'bfloat16'; allowed"),
         (lambda: BucketedDDP(mixed, float("nan")), "bucket_size_mb is nan"),
     ]

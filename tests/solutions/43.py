@@ -140,6 +140,32 @@ class ShortFSDP(BackwardFSDP):
             shard.grad = received.type_as(shard)
 """,
     ],
+    "MyFSDP": [
+        """
+class MyFSDP(ShortFSDP):
+    def before_forward(self, weight):
+        if weight not in self.order:
+            self.order.append(weight)
+        here = self.order.index(weight)
+        self.collect(self.order[here : here + 3])
+        weight.layer.weight = weight.whole
+
+    def before_backward(self, weight):
+        end = self.order.index(weight) + 1
+        self.collect(self.order[max(end - 3, 0) : end][::-1])
+""",
+        """
+class MyFSDP(ShortFSDP):
+    def before_forward(self, weight):
+        self.order = list(dict.fromkeys([*self.order, weight]))
+        self.collect(self.order[self.order.index(weight) :][:3])
+        weight.layer.weight = weight.whole
+
+    def before_backward(self, weight):
+        done = self.order[::-1]
+        self.collect(done[done.index(weight) :][:3])
+""",
+    ],
 }
 
 # By what is wrong: pieces of the first right solution and what stands there instead.
@@ -200,5 +226,11 @@ WRONG = {
         "zeros first": [("padded[: len(weight.whole)]", "padded[-len(weight.whole) :]")],
         "does not wait": [("            work.wait()\n", "")],
         "in the dtype of computing": [("mine.to(weight.shard.dtype)", "mine")],
+    },
+    "MyFSDP": {
+        "none ahead": [("here + 3", "here + 1")],
+        "three ahead": [("here + 3", "here + 4")],
+        "none ahead in backward": [("end - 3", "end - 1")],
+        "the farthest first in backward": [("[::-1]", "")],
     },
 }

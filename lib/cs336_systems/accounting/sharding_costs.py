@@ -155,16 +155,13 @@ def peak_phases(n: Counts, sharding: Sharding, world_size: int) -> dict[str, tup
         return {name: (whole, rest) for name, rest in phases.items()}
     unit = n.width * (n.feed_forward if sharding.unit == "weight" else n.block_weights)
     stays = n.width * _count(n.config, sharding.stays)
-    # The blocks' weights may be whole until the backward of their block.
-    blocks_stay = "attention" in sharding.stays
-    computing = in_block + (0 if blocks_stay else (1 + sharding.ahead) * unit)
+    computing = in_block + (1 + sharding.ahead) * unit
     copying = stream + (2 + sharding.ahead) * unit if sharding.copies else 0
-    whole = max(computing, copying) + (stays if sharding.copies or blocks_stay else 0)
-    freed = (n.layers - 1) * unit if blocks_stay else 0
+    whole = max(computing, copying) + (stays if sharding.copies else 0)
     head_share = FLOAT32_BYTES * n.head / world_size
     blocks_share = FLOAT32_BYTES * (n.layers - 1) * n.block_weights / world_size
     last_block = blocks + n.width * n.head + whole
-    first_block = block + unit + whole - freed
+    first_block = block + unit + whole
     return {
         "loss": (0.0, loss + stays),
         "output head": (0.0, output_head + stays + sharding.ahead * unit),

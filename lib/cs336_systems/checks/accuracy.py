@@ -5,7 +5,7 @@ PyTorch's operations get the same tensors in the same dtype, so there is no tole
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
 
 import pandas as pd
 import torch
@@ -66,16 +66,6 @@ class Trial:
         return {self.output: output.detach()} | gradients
 
 
-class Exact(NamedTuple):
-    """A result in float64, and the norm that its errors are relative to."""
-
-    tensor: Tensor
-    norm: Tensor
-
-    def error_of(self, result: Tensor) -> float:
-        return ((result.double() - self.tensor).norm() / self.norm).item()
-
-
 @dataclass(frozen=True)
 class Reference:
     """What is exact, and how far off PyTorch's own results are.
@@ -90,19 +80,14 @@ class Reference:
     by_magnitude: bool = False
     rounding: float = 8 * EPS
 
-    def exact(self, trial: Trial) -> dict[str, Exact]:
+    def exact(self, trial: Trial) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """In float64 each result, and the norm that its errors are relative to."""
         results = trial.converted(Tensor.double).results(self.formula)
         terms = results
         if self.by_magnitude:
             terms = trial.converted(lambda x: x.double().abs()).results(self.formula)
         smallest = torch.finfo(torch.float32).tiny
-        norms = {name: x.norm().clamp_min(smallest) for name, x in terms.items()}
-        return {name: Exact(x, norms[name]) for name, x in results.items()}
-
-    def errors(self, trial: Trial, exact: dict[str, Exact]) -> dict[str, float]:
-        """The relative error of each of PyTorch's results, or the rounding floor."""
-        results = trial.results(self.torchs_own or self.formula)
-        return {name: max(exact[name].error_of(x), self.rounding) for name, x in results.items()}
+        return results, {name: x.norm().clamp_min(smallest) for name, x in terms.items()}
 
 
 def compare(
@@ -125,19 +110,23 @@ def compare(
     """
     trial = replace(trial, d_output=_strided(trial.d_output))
     results = trial.results(function)
-    exact = reference.exact(trial)
-    torch_errors = reference.errors(trial, exact)
+    torchs = trial.results(reference.torchs_own or reference.formula)
+    exact, norms = reference.exact(trial)
+
+    def error_of(name: str, result: Tensor) -> float:
+        return ((result.double() - exact[name]).norm() / norms[name]).item()
+
     standard = "as given" if allowed_error else f"{ALLOWED_RATIO:g} times what PyTorch's own is off"
     for name, result in results.items():
         label = f"{name} of {trial.where}"
         assert result is not None, f"{label} is missing"
-        error = exact[name].error_of(result)
-        torch_error = torch_errors[name]
+        error = error_of(name, result)
+        torch_error = max(error_of(name, torchs[name]), reference.rounding)
         allowed = allowed_error or ALLOWED_RATIO * torch_error
         if not error <= allowed:
             reason = diagnose(result, error)
             contiguous = trial.converted(Tensor.contiguous).results(function)
-            if not reason and exact[name].error_of(contiguous[name]) <= allowed:
+            if not reason and error_of(name, contiguous[name]) <= allowed:
                 reason = ". Contiguous tensors give what is right: read others by their strides"
             numbers = f"{error:.2g} (relative); allowed: {allowed:.2g}, {standard}"
             raise AssertionError(f"{label} is off by {numbers}{reason}")
@@ -150,77 +139,44 @@ def _strided(x: Tensor) -> Tensor:
     return torch.stack((x, x), -1)[..., 0]
 
 
-@dataclass(frozen=True)
-class Operation:
-    """What a kernel is tried with.
-
-    plain: the same of PyTorch's operations. tensors: names of its inputs; of a capital ones without gradient.
-    make: shape and generator -> the inputs. shapes: to check. by_magnitude: see `Reference`.
-    """
-
-    plain: Callable[..., Tensor]
-    tensors: tuple[str, ...]
-    make: Callable[[tuple[int, ...], torch.Generator], list[Tensor]]
-    shapes: tuple[tuple[int, ...], ...]
-    by_magnitude: bool = False
-
-    def check(
-        self,
-        label: str,
-        function: Callable,
-        *,
-        shapes: Iterable[tuple[int, ...]] | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device | None = None,
-        seed: int | None = None,
-    ) -> pd.DataFrame:
-        """Compare a function and its gradients with float64, on fresh random inputs.
-
-        Args:
-            label: of the function, for messages.
-            dtype: of what has a gradient.
-            device: None for the GPU when there is one.
-            seed: of the inputs, None for new ones.
-
-        Returns:
-            One line a shape and tensor: its relative error, PyTorch's, and their ratio.
-
-        Raises:
-            AssertionError: see `compare`.
-        """
-        generator = random_on(device, seed)
-        reference = Reference(self.plain, by_magnitude=self.by_magnitude)
-        lines = []
-        for shape in shapes or self.shapes:
-            with generator.device:
-                made = self.make(shape, generator)
-            inputs = dict(zip(self.tensors, made, strict=True))
-            for name, x in inputs.items():
-                if name.islower():
-                    inputs[name] = x.to(dtype).requires_grad_()
-            output = self.plain(*inputs.values()).detach()
-            noise = torch.randn(output.shape, generator=generator, device=output.device)
-            trial = Trial(inputs, noise.to(output.dtype), where=f"{label} {shape}")
-            lines += [{"shape": str(shape)} | line for line in compare(function, trial, reference)]
-        return pd.DataFrame(lines)
-
-
-def rows_and_weight(shape: tuple[int, ...], generator: torch.Generator) -> list[Tensor]:
-    return [torch.randn(size, generator=generator) for size in (shape, shape[-1:])]
+def _weighted_sum(x: Tensor, w: Tensor) -> Tensor:
+    return (x * w).sum(-1)
 
 
 # Odd sizes, a row, a column, and several leading dimensions.
-_WEIGHTED_SUM = Operation(
-    lambda x, w: (x * w).sum(-1),
-    ("x", "w"),
-    rows_and_weight,
-    ((64, 128), (37, 100), (1, 1500), (300, 1), (2, 3, 5, 33), (7,)),
-    by_magnitude=True,
-)
+_SHAPES = ((64, 128), (37, 100), (1, 1500), (300, 1), (2, 3, 5, 33), (7,))
 
 
 def check_weighted_sum(
-    weighted_sum: Callable[[Tensor, Tensor], Tensor], **how: Any
+    weighted_sum: Callable[[Tensor, Tensor], Tensor],
+    *,
+    shapes: Iterable[tuple[int, ...]] = _SHAPES,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device | None = None,
+    seed: int | None = None,
 ) -> pd.DataFrame:
-    """Check weighted_sum(x, w) of x (..., d) and w (d,), which returns (...); how: see `Operation.check`."""
-    return _WEIGHTED_SUM.check("x", weighted_sum, **how)
+    """Compare weighted_sum(x, w) of x (..., d) and w (d,), which returns (...), with float64.
+
+    Args:
+        shapes: of x.
+        device: None for the GPU when there is one.
+        seed: of the random inputs, None for new ones.
+
+    Returns:
+        One line a shape and tensor: its relative error, PyTorch's, and their ratio.
+
+    Raises:
+        AssertionError: see `compare`.
+    """
+    generator = random_on(device, seed)
+    random = partial(torch.randn, generator=generator, device=generator.device, dtype=dtype)
+    reference = Reference(_weighted_sum, by_magnitude=True)
+    lines = []
+    for shape in shapes:
+        inputs = {
+            "x": random(shape, requires_grad=True),
+            "w": random(shape[-1:], requires_grad=True),
+        }
+        trial = Trial(inputs, random(shape[:-1]), where=f"x {shape}")
+        lines += [{"shape": str(shape)} | line for line in compare(weighted_sum, trial, reference)]
+    return pd.DataFrame(lines)

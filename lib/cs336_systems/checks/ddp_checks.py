@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from cs336_systems.checks.exercise import Property
-from cs336_systems.checks.on_ranks import Findings, checker, close, from_all, observed, unlike
+from cs336_systems.checks.on_ranks import Findings, Property, checker, close, observed, unlike
 from cs336_systems.model import Embedding, Linear, RMSNorm
 from cs336_systems.traffic import Message
 
@@ -30,7 +29,7 @@ def check_ddp(
     Args:
         thorough: also ask for what the assignment does not: parameters unused on some ranks or on all,
             several backward passes before a step.
-        some_unused: of these only parameters that rank 0 alone uses, and one order of messages.
+        some_unused: of these only parameters that rank 0 alone uses.
         overlapped: also ask that messages leave during backward, which waits for none.
     """
     hint = "Broadcast every parameter and buffer from rank 0 in __init__."
@@ -49,7 +48,6 @@ def check_ddp(
         in_turn = {"options": lambda rank, step, _: {"rarely": step % 2 == 1 and rank == 0}}
         yield from follow(wrap, how, **in_turn)
     elif some_unused:
-        yield from _in_one_order(wrap)
         how = "parameters that only rank 0 uses"
         yield from follow(wrap, how, options=lambda rank, *_: {"rarely": rank == 0})
 
@@ -194,38 +192,6 @@ def _overlaps(wrap: Wrap) -> Findings:
     if ahead[0] == len(made) - 1:
         yield "all messages leave with the last gradient. Send each as soon as it may leave."
     yield Property("messages leave during backward, which waits for none")
-
-
-class _Chain(nn.Module):
-    """Three weights of one shape, so that Gloo would add any to any; only rank 0 uses the second."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers[:: 2 if dist.get_rank() else 1]:
-            x = layer(x)
-        return x
-
-
-def _in_one_order(wrap: Wrap) -> Findings:
-    wrapped = wrap(_Chain())
-    names: list[str] = []
-
-    def note(message: Message) -> None:
-        for name, parameter in wrapped.module.named_parameters():
-            if parameter.grad is not None and parameter.grad.data_ptr() == message.address:
-                names.append(name)
-
-    with observed(note):
-        wrapped(torch.ones(1, 4)).sum().backward()
-        wrapped.finish_gradient_synchronization()
-    orders = from_all(names)
-    if orders[-1] != orders[0]:
-        sent = f"rank 0 sends {orders[0]}, the last rank {orders[-1]}"
-        yield f"{sent}. Send in one order on every rank, also what a rank did not use."
-    yield Property("all ranks send the same gradients in the same order")
 
 
 def follow(

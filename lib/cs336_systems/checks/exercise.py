@@ -11,7 +11,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.checks.bounds import inside_tensors
 
-_MARKS = {True: "✓", False: "✗", None: "·"}
+_MARKS = {True: "✓", False: "✗"}
 _VERDICTS = {True: "right", False: "not right", None: "not yet"}
 # As a stub raises it, here, in another process or inside a kernel; PyTorch's own have a message.
 _NOT_WRITTEN = re.compile(r"NotImplementedError(\(\))?:?['\")]*\s*$", re.MULTILINE)
@@ -37,22 +37,6 @@ class ValueReads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class Property(NamedTuple):
-    """What a checker has asked of a candidate, by its name.
-
-    holds: None where it could not be tried. diagnosis: why, or what is wrong and how to mend it.
-    """
-
-    name: str
-    holds: bool | None = True
-    diagnosis: str = ""
-
-    def line(self) -> str:
-        """To be shown."""
-        diagnosis = f": {self.diagnosis}" if self.diagnosis and not self.holds else ""
-        return f"{_MARKS[self.holds]} {self.name}{diagnosis}"
-
-
 class StepCheck:
     """What a step has shown so far. passed: every property held; None while it is not written yet."""
 
@@ -62,9 +46,9 @@ class StepCheck:
 
     def __call__(self, property: str, holds: Any, diagnosis: str = "") -> None:
         """Show a property; `holds` is anything true or false, `diagnosis` the usual reason if false."""
-        shown = Property(property, bool(holds), diagnosis)
-        print(shown.line())
-        self.passed = self.passed and shown.holds
+        reason = f": {diagnosis}" if diagnosis and not holds else ""
+        print(f"{_MARKS[bool(holds)]} {property}{reason}")
+        self.passed = self.passed and bool(holds)
 
     def close(
         self, property: str, result: Any, wanted: Tensor, diagnosis: str = "", **tolerance

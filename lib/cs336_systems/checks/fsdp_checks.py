@@ -3,7 +3,7 @@
 import gc
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -11,14 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cs336_systems.arguments import check_choice
 from cs336_systems.checks import ddp_checks as shared
 from cs336_systems.checks.ddp_checks import VOCABULARY, Wrap, loss_of, one_step, tokens_of
-from cs336_systems.checks.exercise import Property
-from cs336_systems.checks.on_ranks import Findings, checker, close, observed
+from cs336_systems.checks.on_ranks import Findings, Property, checker, close, observed
 from cs336_systems.model import Embedding, Linear, RMSNorm
 from cs336_systems.traffic import Message
 
@@ -43,7 +41,7 @@ _IN_LOW = f"with compute_dtype={_LOW}"
 
 
 @checker
-def check_fsdp(wrap: Wrap, *, only: Sequence[str] = (), thorough: bool = False) -> Findings:
+def check_fsdp(wrap: Wrap, *, only: Sequence[str] = ()) -> Findings:
     """Try a sharding wrapper on a small model, in `world_size` CPU processes, against one process.
 
     It is called as `fsdp_class(module, compute_dtype=None, **options)` and needs `.module`, `forward`,
@@ -51,18 +49,10 @@ def check_fsdp(wrap: Wrap, *, only: Sequence[str] = (), thorough: bool = False) 
 
     Args:
         only: the groups of properties to ask for, of GROUPS; () asks for all.
-        thorough: also ask for what the assignment does not: rows that the ranks cannot share equally, tied
-            and frozen weights, several backward passes.
     """
     for group in only or GROUPS:
         check_choice("property", group, GROUPS)
         yield from GROUPS[group](wrap)
-    if thorough:
-        follow = partial(shared.follow, wrap, weights=_whole)
-        how = "odd numbers of rows, tied, frozen and unused weights"
-        yield from follow(how, options=lambda *_: {"rarely": False})
-        how = "three backward passes before finish_gradient_synchronization()"
-        yield from follow(how, make=_Layers, passes=3)
 
 
 class _Layers(nn.Sequential):
@@ -118,7 +108,6 @@ def _forward(wrap: Wrap) -> Findings:
     wrapped = wrap(_Layers(seed=0))
     tokens = tokens_of(dist.get_rank(), 0)
     early = list[str]()
-    sizes = [parameter.numel() for parameter in wrapped.parameters()]
 
     def before(layer: str, *_: Any) -> None:
         for message in sent:
@@ -132,8 +121,6 @@ def _forward(wrap: Wrap) -> Findings:
         outputs = wrapped(tokens)
     if early:
         yield f"{early[0]!r} computes while its weight may be on its way. wait() for its all-gather before."
-    if sizes != [parameter.numel() for parameter in wrapped.parameters()]:
-        yield "after forward, parameters() are not the shards any more. Put them back behind each layer."
     if not close(outputs, _Layers(seed=0)(tokens)):
         yield "its forward is not the module's. Does every layer compute with its own, whole weight?"
     with torch.no_grad():
@@ -169,26 +156,8 @@ def _backward(wrap: Wrap) -> Findings:
             yield f"the whole gradient of {layer!r} went through {message.collective}. Use reduce_scatter."
     yield Property("gradients are reduce-scattered: no rank receives more than its share")
 
-    yield from _stale(wrap)
     how = "the weights follow one process that has the whole batch"
     yield from shared.follow(wrap, how, make=_Layers, weights=_whole)
-
-
-def _stale(wrap: Wrap, dtype: torch.dtype | None = None) -> Iterator[str]:
-    """Whether forward computes with the weights from before an optimizer's step."""
-    wrapped = wrap(_Layers(seed=0), compute_dtype=dtype)
-    tokens = tokens_of(dist.get_rank(), 0)
-    older = _whole(wrapped)
-    one_step(wrapped)
-    torch.optim.SGD(wrapped.parameters(), lr=1.0).step()
-    with torch.no_grad():
-        outputs = wrapped(tokens)
-        new, old = (
-            (functional_call(_Layers(0), weights, tokens) - outputs).norm()
-            for weights in (_whole(wrapped), older)
-        )
-    if old < new:
-        yield "forward computes with the weights from before the optimizer's step. Gather anew."
 
 
 def _has_memory(reference: StorageWeakRef) -> bool:
@@ -199,40 +168,40 @@ def _has_memory(reference: StorageWeakRef) -> bool:
 def _memory(wrap: Wrap) -> Findings:
     wrapped = wrap(_Layers(seed=0))
     mistakes = []
-    # Of weights and of gradients: layers and storages that were seen.
-    seen: dict[str, list] = {"gather": [], "reduce": []}
+    # Of whole weights and of whole gradients: layers and storages that were seen.
+    seen: dict[str, list] = {"all_gather": [], "reduce_scatter": []}
     # That had memory at once, or what is allowed.
-    most = {"gather": _WEIGHTS, "reduce": _GRADIENTS}
+    most = {"all_gather": _WEIGHTS, "reduce_scatter": _GRADIENTS}
     still = "the whole weights of these layers still have memory:"
     mend = "Autograd keeps them: free by untyped_storage().resize_(0), gather into the same tensor again."
 
-    def whole(kind: str, allowed: int = 0) -> list[str]:
+    def whole(collective: str, allowed: int = 0) -> list[str]:
         """The layers; cycles and Gloo's threads may free some within a second."""
         until = time.monotonic() + 1
         while True:
-            alive = sorted({layer for layer, storage in seen[kind] if _has_memory(storage)})
+            alive = sorted({layer for layer, storage in seen[collective] if _has_memory(storage)})
             if len(alive) <= allowed or time.monotonic() > until:
                 return alive
             gc.collect()
             time.sleep(0.01)
 
-    def note(name: str, numel: int, storage: StorageWeakRef) -> None:
-        for kind in seen:
-            if kind in name and numel in _LAYER_OF:
-                seen[kind].append((_LAYER_OF[numel], storage))
-                most[kind] = max(most[kind], len(whole(kind, allowed=most[kind])))
+    def note(message: Message) -> None:
+        name = message.collective
+        if name in seen and message.numel in _LAYER_OF:
+            seen[name].append((_LAYER_OF[message.numel], message.storage))
+            most[name] = max(most[name], len(whole(name, allowed=most[name])))
 
-    with observed(lambda sent: note(sent.collective, sent.numel, sent.storage)):
+    with observed(note):
         for step in range(2):
             wrapped.zero_grad()
             loss = loss_of(wrapped, dist.get_rank(), step)
             # Backward begins with the last.
-            kept = whole("gather", allowed=1)
+            kept = whole("all_gather", allowed=1)
             if len(kept) > 1:
                 mistakes.append(f"after forward {still} {', '.join(kept)}. {mend}")
             loss.backward()
             wrapped.finish_gradient_synchronization()
-            kept = ", ".join(whole("gather"))
+            kept = ", ".join(whole("all_gather"))
             if kept:
                 mistakes.append(f"after backward {still} {kept}. Free each with its gradient.")
     yield from mistakes
@@ -247,7 +216,6 @@ def _memory(wrap: Wrap) -> Findings:
 
 
 def _prefetch(wrap: Wrap) -> Findings:
-    name = "the all-gathers are under way before they are needed, at most two layers ahead"
     wrapped = wrap(_Layers(seed=0))
     mistakes: list[str] = []
     # Of a pass: the layers that it has reached, and by layer how many they were when its all-gather started.
@@ -265,49 +233,47 @@ def _prefetch(wrap: Wrap) -> Findings:
                 start = "where it starts. Start it with async_op=True"
                 mistakes.append(f"the all-gather of {layer!r} is waited for {start}.")
 
+    def enter(layer: str, *_: Any) -> None:
+        """Called before the wrapper's own hook."""
+        reached.append(layer)
+
     def before_computing(layer: str, *_: Any) -> None:
-        """Called behind the wrapper's own hook."""
+        """Called behind it."""
         ahead.pop(layer, None)
         for other, message in ahead.items():
             if message.waits:
                 early = f"the all-gather of {other!r} is waited for before {layer!r} computes"
-                mistakes.append(
-                    f"{early}, hidden by nothing. Before it, wait for its own gather alone."
-                )
-
-    def on_gradient(layer: str, _: Tensor) -> None:
-        reached.append(layer)
-        before_computing(layer)
+                mend = "Before it, wait for its own gather alone."
+                mistakes.append(f"{early}, hidden by nothing. {mend}")
 
     def on_result(layer: str, module: nn.Module, inputs: Any, result: Tensor) -> None:
-        result.register_hook(partial(on_gradient, layer))
+        result.register_hook(partial(enter, layer))
+        result.register_hook(partial(before_computing, layer))
 
     for layer in LAYERS:
         module = getattr(wrapped.module, layer)
-        enter = partial(lambda layer, *_: reached.append(layer), layer)
-        module.register_forward_pre_hook(enter, prepend=True)
+        module.register_forward_pre_hook(partial(enter, layer), prepend=True)
         module.register_forward_pre_hook(partial(before_computing, layer))
         module.register_forward_hook(partial(on_result, layer))
+    # What is gathered when in backward is known from the first step on.
     for step in range(2):
-        for noted in (reached, begun, ahead, mistakes):
-            noted.clear()
+        mistakes.clear()
+        ahead.clear()
         wrapped.zero_grad()
         with observed(on_message):
+            reached.clear()
+            begun.clear()
             loss = loss_of(wrapped, dist.get_rank(), step)
             in_forward = begun.copy()
             reached.clear()
             begun.clear()
             loss.backward()
             wrapped.finish_gradient_synchronization()
-    if not in_forward and not begun:
-        reason = "not watched (its gathers are no all-gathers of torch.distributed)"
-        yield Property(name, None, reason)
-        return
     yield from mistakes
     for number, layer in enumerate(LAYERS):
         gather = f"the all-gather of {layer!r}"
         if layer not in in_forward:
-            yield f"forward does not gather {layer!r}; the weight that it computes with may be stale."
+            yield f"{gather} was not seen in forward. Start one, of torch.distributed."
         elif 0 < number < in_forward[layer]:
             yield f"{gather} starts only when its layer begins. Start it earlier, in forward's order."
         elif number > 2 and in_forward[layer] < number - 1:
@@ -316,7 +282,7 @@ def _prefetch(wrap: Wrap) -> Findings:
     for number, layer in enumerate(reversed(LAYERS)):
         if number > 1 and begun.get(layer, 0) >= number:
             yield f"in backward {layer!r} is gathered only when it is reached. Start it earlier, in reverse."
-    yield Property(name)
+    yield Property("the all-gathers are under way before they are needed, at most two layers ahead")
 
 
 def _precision(wrap: Wrap) -> Findings:
@@ -332,7 +298,6 @@ def _precision(wrap: Wrap) -> Findings:
     for name, x in _whole(wrapped).items():
         if x.numel() in _LAYER_OF and (x.equal(before[name]) or x.equal(x.to(_LOW).float())):
             yield f"{name!r} loses small updates: keep it in float32, cast a copy to gather."
-    yield from _stale(wrap, _LOW)
     yield Property(f"{_IN_LOW}, weights travel in it; shards, gradients and updates stay float32")
 
 

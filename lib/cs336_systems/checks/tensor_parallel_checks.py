@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.checks.exercise import Property, StepCheck
-from cs336_systems.checks.on_ranks import Findings, checker, unlike
+from cs336_systems.checks.exercise import StepCheck
+from cs336_systems.checks.on_ranks import Findings, Property, checker, unlike
 from cs336_systems.model import SwiGLU
 from cs336_systems.parallel import WorkerContext, launch
 
@@ -49,10 +49,9 @@ def _is_whole(layer_class: LayerClass, group: dist.ProcessGroup | None) -> Findi
         pieces = f"{('rows', 'columns')[cut]} (dimension {cut})"
         if not isinstance(weight, nn.Parameter):
             yield f"`.{name}` is no nn.Parameter. Keep this rank's slice of {name} there."
-        if weight.shape != wanted.shape:
-            yield f"{name} is {tuple(weight.shape)}, not {tuple(wanted.shape)}. Cut it into {pieces}."
         if not torch.equal(weight, wanted):
-            yield f"{name} is not the slice of rank {rank}: piece {rank} of its {pieces}."
+            place = f"piece {rank} of {n} of its {pieces}"
+            yield f"{name}, {tuple(weight.shape)}, is not the slice of rank {rank}: {place}."
         getattr(part, name).weight.data = wanted
     yield Property("every rank has its slice of each weight")
 
@@ -86,6 +85,8 @@ def _is_whole(layer_class: LayerClass, group: dist.ProcessGroup | None) -> Findi
 
 
 Function = type[torch.autograd.Function]
+# What a step shows of each property on a rank: its name, whether it holds, and a diagnosis.
+Found = list[tuple[str, bool, str]]
 
 
 def check_sums(check: StepCheck, forward_sum: Function, backward_sum: Function) -> None:
@@ -98,44 +99,38 @@ def check_gather_linear(check: StepCheck, layer: Function) -> None:
     _show(check, launch(_try_gather, 2, layer, backend="gloo", timeout_s=60))
 
 
-def _show(check: StepCheck, by_rank: list[list[tuple]]) -> None:
+def _show(check: StepCheck, by_rank: list[Found]) -> None:
     for same in zip(*by_rank, strict=True):
-        wrong = [each for each in same if not each[1]]
-        check(*(wrong or same)[0])
+        # The first that does not hold, or else any.
+        check(*min(same, key=lambda found: found[1]))
 
 
-def _try_sums(context: WorkerContext, forward_sum: Function, backward_sum: Function) -> list[tuple]:
-    rank = context.rank
+def _try_sums(context: WorkerContext, forward_sum: Function, backward_sum: Function) -> Found:
+    # Of input and gradient, by rank.
     numbers = torch.tensor([[[1.0, 2.0], [11.0, 12.0]], [[3.0, 5.0], [103.0, 105.0]]])
     alone, _ = dist.new_subgroups(1)
+    passes = ("forward", "backward")
     found = []
-    for function, summed in ((forward_sum, 0), (backward_sum, 1)):
-        name = function.__name__
-        x, grad = numbers[:, rank].clone()
-        x.requires_grad_()
-        y = function.apply(x, None)
-        y.backward(grad)
-        for place, made in enumerate((y, x.grad)):
-            wanted = numbers[place, rank]
-            what = "this rank's own, passed on"
-            if place == summed:
-                wanted = numbers[place].sum(0)
-                what = "the sum of the ranks"
-            told = f"{name}, {('forward', 'backward')[place]}: {what}"
-            found.append((told, made.equal(wanted), str(made.tolist())))
-        kept = torch.stack((x, grad)).equal(numbers[:, rank])
-        found.append((f"{name} keeps input and gradient", kept, "give all_reduce a copy"))
-        x, grad = numbers[:, rank].clone()
-        x.requires_grad_()
-        y = function.apply(x, alone)
-        y.backward(grad)
-        own = torch.stack((y, x.grad)).equal(numbers[:, rank])
-        told = f"{name}, a group of this rank alone: its own"
-        found.append((told, own, "all ranks are summed; give all_reduce the group"))
+    for function, summed in ((forward_sum, "forward"), (backward_sum, "backward")):
+        for group, ranks in ((None, ""), (alone, ", a group of this rank alone")):
+            own = numbers[:, context.rank]
+            x, grad = own.clone()
+            x.requires_grad_()
+            y = function.apply(x, group)
+            y.backward(grad)
+            for pass_, made, mine, both in zip(passes, (y, x.grad), own, numbers, strict=True):
+                adds_up = pass_ == summed and group is None
+                what = "the sum of the ranks" if adds_up else "this rank's own, passed on"
+                told = f"{function.__name__}, {pass_}{ranks}: {what}"
+                wanted = both.sum(0) if adds_up else mine
+                found.append((told, made.equal(wanted), str(made.tolist())))
+            kept = torch.stack((x, grad)).equal(own)
+            told = f"{function.__name__}{ranks} keeps input and gradient"
+            found.append((told, kept, "give all_reduce a copy"))
     return found
 
 
-def _try_gather(context: WorkerContext, layer: Function) -> list[tuple]:
+def _try_gather(context: WorkerContext, layer: Function) -> Found:
     torch.manual_seed(0)
     rank = context.rank
     xs = torch.randn(2, 4, 3).mT
@@ -145,7 +140,7 @@ def _try_gather(context: WorkerContext, layer: Function) -> list[tuple]:
     weight = weights[rank].clone().requires_grad_()
     y = layer.apply(x, weight, None)
     assert len(y) == 6, f"the output is {tuple(y.shape)}: gathered?"
-    tensors = [*y.grad_fn.saved_tensors, *vars(y.grad_fn).values()]
+    tensors = list(y.grad_fn.saved_tensors) + list(vars(y.grad_fn).values())
     kept = [t.untyped_storage().nbytes() for t in tensors if torch.is_tensor(t)]
     try:
         y.backward(grads[rank])
@@ -157,27 +152,26 @@ def _try_gather(context: WorkerContext, layer: Function) -> list[tuple]:
     near = partial(torch.allclose, atol=1e-5)
     alone, _ = dist.new_subgroups(1)
     in_group = _is_of_this_rank(layer, xs[rank], weights[rank], grads[rank, : len(x)], alone)
+    use_group = "is the group used, in backward, too?"
     return [
         ("output of all tokens", near(y, whole @ weights[rank].T), "gathered?"),
         ("the weight's gradient is of all tokens", near(weight.grad, d_weight), "gather again"),
         ("the input's is summed, then cut", near(x.grad, d_x), "scattered, not sliced?"),
         ("the gathered input is not kept", max(kept, default=0) < whole.nbytes, "save x alone"),
-        (
-            "a group of this rank alone: its own tokens",
-            in_group,
-            "is the group used, in backward, too?",
-        ),
+        ("a group of this rank alone: its own tokens", in_group, use_group),
     ]
 
 
 def _is_of_this_rank(
     layer: Function, x: Tensor, weight: Tensor, grad: Tensor, alone: dist.ProcessGroup
 ) -> bool:
-    inputs = [each.clone().requires_grad_() for each in (x, weight)]
+    x = x.clone().requires_grad_()
+    weight = weight.clone().requires_grad_()
     try:
-        y = layer.apply(*inputs, alone)
-        found = y, *torch.autograd.grad(y, inputs, grad)
-    except (RuntimeError, ValueError):  # tokens of other ranks are too many
+        y = layer.apply(x, weight, alone)
+        y.backward(grad)
+        found = (y, x.grad, weight.grad)
+        wanted = (x @ weight.T, grad @ weight, grad.T @ x)
+        return all(map(partial(torch.allclose, atol=1e-5), found, wanted))
+    except RuntimeError:  # tokens of other ranks are too many
         return False
-    wanted = x @ weight.T, grad @ weight, grad.T @ x
-    return all(torch.allclose(*pair, atol=1e-5) for pair in zip(found, wanted, strict=True))

@@ -3,8 +3,8 @@
     torchrun --nnodes=2 --nproc-per-node=4 --node-rank=$THIS_NODE --master-addr=$FIRST_NODE -m \\
         cs336_systems.parallel your_module:worker --arguments '{"steps": 5}'
 
-What rank 0 sends is printed as it comes, and then what it returns, each as a line of JSON, or as Python shows
-what is no JSON.
+What rank 0 sends is printed as it comes, and then what it returns, each as a line of JSON; what is no JSON is
+there as Python shows it.
 """
 
 import argparse
@@ -23,24 +23,19 @@ def main() -> None:
     parser.add_argument("worker", help="package.module:function", type=pkgutil.resolve_name)
     parser.add_argument("--arguments", default={}, type=json.loads, help="keywords, a JSON object")
     parser.add_argument("--backend", choices=BACKENDS, default="auto")
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="of a collective")
     options = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("there is no RANK in the environment: start it with torchrun")
-    context = join(options.backend, _show, options.timeout_s)
+
+    # Flushed, as what comes later may fail.
+    def send(value: Any) -> None:
+        print(json.dumps(value, default=repr), flush=True)
+
+    context = join(options.backend, send, timeout_s=600)
     result = options.worker(context, **options.arguments)
     if result is not None:
         context.send(result)
     dist.destroy_process_group()
-
-
-def _show(value: Any) -> None:
-    """At once: what comes later may fail."""
-    try:
-        line = json.dumps(value)
-    except (TypeError, ValueError):
-        line = repr(value)
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

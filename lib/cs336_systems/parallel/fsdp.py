@@ -65,7 +65,6 @@ class FSDP(DataParallel):
             and the course's alike. A class that is derived from one of them is another.
         unit_types: modules that are gathered as one, or derived from them; () gathers each weight on its own.
         prefetch: how many groups are gathered ahead of use; of larger ones, in backward at most 1.
-        reshard: free whole weights after forward; else those that backward needs stay until then.
 
     Raises:
         RuntimeError: there is no process group. In backward, a weight was written to since forward, or the
@@ -82,7 +81,6 @@ class FSDP(DataParallel):
         *,
         unit_types: Types = (),
         prefetch: int = 2,
-        reshard: bool = True,
     ):
         if compute_dtype is not None and not getattr(compute_dtype, "is_floating_point", False):
             raise ValueError(
@@ -90,7 +88,6 @@ class FSDP(DataParallel):
             )
         self._compute_dtype = compute_dtype
         self._ahead = prefetch
-        self._reshards = reshard
         self._shard_types = [getattr(kind, "__name__", kind) for kind in shard_types]
         self._unit_types = [getattr(kind, "__name__", kind) for kind in unit_types]
         super().__init__(module)
@@ -141,10 +138,10 @@ class FSDP(DataParallel):
             raise ValueError(
                 f"{name} has nothing to shard; allowed: a trainable parameter in a {types}"
             )
-        dtypes = " and ".join(sorted({str(parameter.dtype) for parameter in self._sharded}))
-        if "and" in dtypes or "float" not in dtypes:
+        first, *others = {parameter.dtype for parameter in self._sharded}
+        if others or not first.is_floating_point:
             raise ValueError(
-                f"the weights of {name} are {dtypes}; allowed: one floating-point dtype"
+                f"the weights of {name} are {first} and {others}; allowed: one floating-point dtype"
             )
         if any(shard._backward_hooks for shard in self._sharded):
             raise ValueError(
@@ -253,12 +250,9 @@ class FSDP(DataParallel):
 
     def _stays(self, group: ParameterGroup, has_results: bool) -> bool:
         """Whether backward is about to want the whole weights that forward has used."""
-        if in_backward():
-            return False
-        # Backward begins with the last group, but in the first pass nobody knows which one that is.
-        if self._knows_order and group is self._order[-1]:
-            return has_results
-        return group.state is State.SAVED and not self._reshards
+        # It begins with the last group, but in the first pass nobody knows which one that is.
+        is_last = self._knows_order and group is self._order[-1]
+        return is_last and has_results and not in_backward()
 
     def _pack(
         self, outer: tuple[Callable, Callable] | None, casts: bool, tensor: Tensor
@@ -271,8 +265,6 @@ class FSDP(DataParallel):
             pointer = 0
         for group in self._gathered:
             if group.pointer == pointer:
-                if group.state is State.GATHERED:
-                    group.state = State.SAVED
                 note = (leaf.detach(), group, group.versions, group.position, remake)
                 return partial(self._kept_weight, *note)
         if outer is not None:

@@ -63,11 +63,10 @@ class WorkerContext:
 
 
 class WorkerError(RuntimeError):
-    """The message has the traceback; `rank` and `cause` ("Type: message") are of the first failure."""
+    """The message has the traceback; `cause` ("Type: message") is that of the first failure."""
 
-    def __init__(self, message: str, rank: int = -1, cause: str = ""):
+    def __init__(self, message: str, cause: str = ""):
         super().__init__(message)
-        self.rank = rank
         self.cause = cause
 
 
@@ -198,7 +197,7 @@ def _news_of_all(workers: list["_Worker"], deadline: float, timeout_s: float) ->
         if is_over and failed:
             _, rank, how, details = min(worker.failure() for worker in failed)
             message = f"rank {rank} of {len(workers)} {how}\n\n{details}"
-            raise WorkerError(message.rstrip(), rank, how.removeprefix("raised "))
+            raise WorkerError(message.rstrip(), how.removeprefix("raised "))
         if is_over:
             raise _timeout(running, timeout_s)
         time.sleep(_POLL_S)
@@ -289,7 +288,7 @@ def _timeout(hanging: list[_Worker], timeout_s: float) -> WorkerError:
     cause = f"not done within {timeout_s:g} s"
     ranks = ", ".join(str(worker.rank) for worker in hanging)
     stacks = "".join(f"\n\nrank {worker.rank} was at\n{worker.stack.read()}" for worker in hanging)
-    return WorkerError(f"rank {ranks}: {cause}{stacks}", hanging[0].rank, cause)
+    return WorkerError(f"rank {ranks}: {cause}{stacks}", cause)
 
 
 def _work(rank: int, job: _Job) -> None:

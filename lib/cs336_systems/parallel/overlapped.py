@@ -6,7 +6,8 @@ have left. In the first step the order is that of the parameters, reversed; from
 which rank 0 saw the gradients of the first step become ready.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,9 +27,6 @@ class OverlappedDDP(DataParallel):
     pass holds back those behind it in the agreed order until the next pass or the end. Until then gradients
     may be in flight: they must not be changed, nor may one rank alone run another pass.
     """
-
-    # Called with what is to be sent, and the name of the backend.
-    _start_reduction = staticmethod(start_mean)
 
     def __init__(self, module: nn.Module):
         super().__init__(module)
@@ -56,13 +54,17 @@ class OverlappedDDP(DataParallel):
         (index,) = self._buckets[number]
         return self._gradient(index)
 
+    def _start_reduction(self, message: Tensor) -> Callable[[], Any]:
+        """Returns what waits until the mean is there."""
+        return start_mean(message, self._backend).wait
+
     def _start_pass(self) -> None:
         # Of each bucket, how many gradients are not ready.
         self._missing = [len(bucket) for bucket in self._buckets]
         # Indices of gradients that this pass has made.
         self._ready = set[int]()
-        # Of the buckets that were sent, in their order: the next to be sent is len(in_flight).
-        self._in_flight: list[dist.Work] = []
+        # What waits for the buckets that were sent, in their order: the next to be sent is len(in_flight).
+        self._in_flight: list[Callable[[], Any]] = []
         self._end_is_announced = False
         self._is_over = False
 
@@ -99,14 +101,13 @@ class OverlappedDDP(DataParallel):
         for number in range(len(self._in_flight), len(self._buckets)):
             if self._missing[number] and not incomplete_too:
                 return
-            work = self._start_reduction(self._message(number), self._backend)
-            self._in_flight.append(work)
+            self._in_flight.append(self._start_reduction(self._message(number)))
 
     @torch.no_grad()
     def _complete_pass(self) -> None:
         self._send(incomplete_too=True)
-        for work in self._in_flight:
-            work.wait()
+        for wait in self._in_flight:
+            wait()
         self._start_pass()
 
     def _may_be_taken(self, parameter: Tensor) -> bool:
@@ -193,21 +194,15 @@ class RoundedDDP(BucketedDDP):
         self._message_dtype = compute_dtype
         super().__init__(module, bucket_size_mb)
 
-    def _start_reduction(self, bucket: Tensor, backend: str) -> "_RoundedMean":
-        return _RoundedMean(bucket, self._message_dtype, backend)
+    def _start_reduction(self, message: Tensor) -> Callable[[], Any]:
+        rounded = message.to(self._message_dtype)
+        work = start_mean(rounded, self._backend)
 
+        def wait() -> None:
+            work.wait()
+            message.copy_(rounded)
 
-class _RoundedMean:
-    """As `start_mean`, of a copy that is rounded; `wait()` puts the mean back."""
-
-    def __init__(self, tensor: Tensor, dtype: torch.dtype, backend: str):
-        self._tensor = tensor
-        self._rounded = tensor.to(dtype)
-        self._work = start_mean(self._rounded, backend)
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._tensor.copy_(self._rounded)
+        return wait
 
 
 def bucket_bytes(parameters: Iterable[Tensor], bucket_size_mb: float) -> list[int]:

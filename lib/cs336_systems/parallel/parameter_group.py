@@ -24,7 +24,6 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn import functional as F
 
 from cs336_systems.parallel.ddp import ALL_GATHER, REDUCE_SCATTER, as_message, ready_for_mean
-from cs336_systems.parallel.guards import refuse_copies
 from cs336_systems.parallel.shards import ALIGNMENT_BYTES
 
 
@@ -111,15 +110,13 @@ class State(Enum):
     | from | to | when |
     |:--|:--|:--|
     | SHARDED | GATHERED | forward or backward is about to reach it |
-    | GATHERED | SAVED | autograd keeps a note of one of its whole weights, for backward |
-    | GATHERED, SAVED | SHARDED | its forward is done and backward is not about to want it, or it is stale |
-    | GATHERED, SAVED | IN_BACKWARD | backward has reached a result of its modules, or read a note |
+    | GATHERED | SHARDED | its forward is done and backward is not about to want it, or it is stale |
+    | GATHERED | IN_BACKWARD | backward has reached a result of its modules, or read a note |
     | IN_BACKWARD | SHARDED | the gradients of all its weights are there, or backward has ended |
     """
 
     SHARDED = auto()  # the whole weights have no memory
     GATHERED = auto()  # they have, and are there or on their way
-    SAVED = auto()
     IN_BACKWARD = auto()
 
 
@@ -171,8 +168,6 @@ class ParameterGroup:
             (home.holder._parameters, home.key, home.parameter, wholes[home.parameter])
             for home in homes
         ]
-
-    __reduce_ex__ = refuse_copies
 
     def _lay_out(self, parameters: Sequence[Tensor]) -> None:
         """Where the rows of this rank lie in the buffer of shards."""

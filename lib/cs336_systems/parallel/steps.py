@@ -26,12 +26,12 @@ Wrap = Callable[[nn.Module], nn.Module]
 class DataParallelSteps(ModelSteps):
     """The passes of a wrapped model; the range "communication" is the wait for gradients after backward."""
 
-    def __init__(
-        self, wrapped: nn.Module, batch_size: int, context_length: int, dtype: str = "float32"
-    ):
-        # Of the module: a wrapper need not show its embeddings.
-        super().__init__(wrapped.module, batch_size, context_length, dtype)
-        self.model = wrapped
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Of every tensor what this rank has."""
+        return {
+            category: [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+            for category, tensors in super().tensors().items()
+        }
 
     def train_step(self) -> None:
         """Forward, backward, the mean of the gradients, and AdamW."""
@@ -56,80 +56,71 @@ class DataParallelSteps(ModelSteps):
             self.optimizer.step()
 
 
-def steps_of(
+def _unwrapped_steps(
     config: ModelConfig,
-    wrap: Wrap,
     context: WorkerContext,
+    dtype: str,
     *,
     context_length: int,
     batch_size: int,
-    dtype: str = "float32",
     attention: str = "plain",
     compiled: bool = False,
-    optimizer: str = "AdamW",
 ) -> DataParallelSteps:
-    """The steps of a fresh model that is wrapped, with this rank's share of the batch.
+    """The steps of a fresh model with this rank's share of the batch; they have no optimizer yet.
 
-    wrap: a wrapper of whole modules, such as `strategies.wrapper("naive")`.
     batch_size: sequences of all ranks.
     compiled: the model's blocks go through torch.compile.
-    optimizer: a name of OPTIMIZERS.
     """
     model = build_model(
         config, context_length, attention_implementation=attention, device=context.device
     )
     if compiled:
-        for block in model.layers:
-            block.compile(dynamic=False)
-    share = batch_size // context.world_size
-    steps = DataParallelSteps(wrap(model), share, context_length, dtype)
-    steps.optimizer = OPTIMIZERS[optimizer](model.parameters())
+        for number, block in enumerate(model.layers):
+            model.layers[number] = torch.compile(block, dynamic=False)
+    steps = DataParallelSteps(model, batch_size // context.world_size, context_length, dtype)
+    # It would keep whole parameters alive that are about to be sharded.
+    steps.optimizer = None
     return steps
 
 
-class ShardedSteps(DataParallelSteps):
-    """The steps of a fresh model under a strategy of SHARDINGS; PyTorch's fused AdamW updates in all of them.
+def steps_of(
+    config: ModelConfig,
+    wrap: Wrap,
+    context: WorkerContext,
+    *,
+    dtype: str = "float32",
+    optimizer: str = "AdamW",
+    **shape: Any,
+) -> DataParallelSteps:
+    """The steps of a fresh model that is wrapped.
+
+    wrap: a wrapper of whole modules, such as `strategies.wrapper("naive")`.
+    optimizer: a name of OPTIMIZERS.
+    shape: context_length, batch_size (sequences of all ranks), attention, compiled (its blocks).
+    """
+    steps = _unwrapped_steps(config, context, dtype, **shape)
+    steps.model = wrap(steps.model)
+    steps.optimizer = OPTIMIZERS[optimizer](steps.model.parameters())
+    return steps
+
+
+def sharded_steps(
+    config: ModelConfig,
+    strategy: Strategy,
+    context: WorkerContext,
+    *,
+    dtype: str = "float32",
+    **shape: Any,
+) -> DataParallelSteps:
+    """Likewise under a strategy of SHARDINGS; PyTorch's fused AdamW updates in all of them.
 
     bfloat16 and float16: DDP and optimizers that shard run the forward under autocast, and keep and send
     float32; an FSDP casts weights before it gathers them and gradients before it reduces them, and keeps
     float32 weights, gradients and optimizer state. There the residual stream is of 16 bits too.
-
-    Args:
-        batch_size: sequences of all ranks.
-        compiled: the model's blocks go through torch.compile.
     """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        strategy: Strategy,
-        context: WorkerContext,
-        *,
-        context_length: int,
-        batch_size: int,
-        dtype: str = "float32",
-        attention: str = "plain",
-        compiled: bool = False,
-    ):
-        model = build_model(
-            config, context_length, attention_implementation=attention, device=context.device
-        )
-        if compiled:
-            for number, block in enumerate(model.layers):
-                model.layers[number] = torch.compile(block, dynamic=False)
-        share = batch_size // context.world_size
-        forward_dtype = "float32" if strategy.casts else dtype
-        ModelSteps.__init__(self, model, share, context_length, forward_dtype)
-        # The optimizer that this has made would keep whole parameters alive.
-        self.optimizer = None
-        self.model, self.optimizer = strategy.apply(model, torch_dtype(dtype))
-
-    def tensors(self) -> dict[str, list[Tensor]]:
-        """Of every tensor what this rank has."""
-        return {
-            category: [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
-            for category, tensors in super().tensors().items()
-        }
+    steps = _unwrapped_steps(config, context, "float32" if strategy.casts else dtype, **shape)
+    steps.model, steps.optimizer = strategy.apply(steps.model, torch_dtype(dtype))
+    return steps
 
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {

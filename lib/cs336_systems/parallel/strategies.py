@@ -21,7 +21,7 @@ from cs336_systems.parallel.ddp import FlatDDP, NaiveDDP, broadcast_from_rank_0
 from cs336_systems.parallel.fsdp import FSDP
 from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP, RoundedDDP
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
-from cs336_systems.sharding import AROUND_BLOCKS, BLOCKS, OPTIMIZER_STATE, Sharding
+from cs336_systems.sharding import AROUND_BLOCKS, OPTIMIZER_STATE, Sharding
 
 # PyTorch 2.13 renamed this one and warns about the old name.
 _parameters = inspect.signature(DistributedDataParallel).parameters
@@ -63,13 +63,9 @@ class TorchFSDP(Single):
     Args:
         compute_dtype: to which weights are cast before they are gathered; gradients are reduced in it too,
             and kept in the dtype of the weights. None: all of it in the dtype of the weights.
-        reshard: free the blocks' whole weights after forward, and gather them again in backward; without,
-            they are gathered once a step and held until backward has used them (as ZeRO 2 does).
     """
 
-    def __init__(
-        self, module: nn.Module, compute_dtype: torch.dtype | None = None, reshard: bool = True
-    ):
+    def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None):
         # Not above: it takes seconds to import.
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -81,9 +77,8 @@ class TorchFSDP(Single):
         # the weights' gradients, float32: twice the bytes, without a warning.
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=compute_dtype)
         options = {"mesh": mesh, "mp_policy": policy}
-        for block in module.layers:
-            fully_shard(block, reshard_after_forward=reshard, **options)
-        fully_shard(module, **options)
+        for part in list(module.layers) + [module]:
+            fully_shard(part, **options)
         super().__init__(module)
 
 
@@ -144,12 +139,6 @@ SHARDINGS: dict[str, Strategy] = {
     "zero": Strategy(_bucketed, torch_zero, sends=("all_reduce", "broadcast"), **_state),
     "sharded": Strategy(_bucketed, _sharded, sends=("all_reduce", "all_gather"), **_state),
     "fsdp2": Strategy(TorchFSDP, unit="block", ahead=1, copies=True, stays=AROUND_BLOCKS),
-    "fsdp2_kept": Strategy(
-        partial(TorchFSDP, reshard=False), unit="block", stays=AROUND_BLOCKS + BLOCKS
-    ),
     "fsdp_weight": Strategy(FSDP, unit="weight", ahead=2, stays=("lm_head",), **_ours),
     "fsdp_block": Strategy(_by_block, unit="block", ahead=1, stays=("lm_head",), **_ours),
-    "fsdp_kept": Strategy(
-        partial(_by_block, reshard=False), unit="block", stays=BLOCKS + ("lm_head",), **_ours
-    ),
 }

@@ -20,10 +20,7 @@ MakeLayer = Callable[[SwiGLU, DeviceMesh], nn.Module | None]
 def count_sent_bytes(
     layers: Mapping[str, MakeLayer],
     meshes: Sequence[tuple[int, int]],
-    *,
-    d_model: int,
-    d_ff: int,
-    tokens: int,
+    **shape: int,
 ) -> Rows:
     """Run sharded SwiGLU layers in bfloat16 on every mesh, each collective as a ring of counted sends.
 
@@ -31,25 +28,16 @@ def count_sent_bytes(
         layers: by name, what makes one on each rank: called with the whole layer, equal on all, and the mesh,
             whose axes are "x", along which the tokens are split, and "y". It makes None on a mesh that is not
             for it. A layer's finish_gradient_synchronization() belongs to backward.
-        meshes: (X, Y), one after the other.
-        tokens: of all ranks together.
+        meshes: (X, Y), one after the other; X divides the tokens.
+        shape: d_model, d_ff, and tokens, of all ranks together.
 
     Returns:
         One dictionary for each collective of each rank: layer, X, Y, rank, pass, collective, ranks (in it),
         sent_bytes, error (of output and input gradient against the whole layer, relative).
-
-    Raises:
-        ValueError: there is no mesh, X or Y is not from 1 on, or X does not divide the tokens.
     """
-    if not meshes or any(x < 1 or y < 1 or tokens % x for x, y in meshes):
-        raise ValueError(
-            f"meshes is {meshes}; allowed: pairs (X, Y) from 1 on, X dividing the {tokens} tokens"
-        )
     ranks = max(x * y for x, y in meshes)
-    shape = {"d_model": d_model, "d_ff": d_ff, "tokens": tokens}
-    by_rank = launch(
-        _on_meshes, ranks, dict(layers), meshes, backend="gloo", timeout_s=120.0, **shape
-    )
+    how = {"backend": "gloo", "timeout_s": 120.0}
+    by_rank = launch(_on_meshes, ranks, dict(layers), meshes, **how, **shape)
     return [row for rows in by_rank for row in rows]
 
 
