@@ -3,9 +3,9 @@
     python -m tests.attention.random_cases                      half a minute
     python -m tests.attention.random_cases --seconds 120 --processes 32 --seed 7
 
-Head sizes of 16 to 256 and odd ones, 17 to 2,000 queries and keys, three dtypes, causal or not, strided, sliced
-and offset inputs. Each is held to `check_attention`. (Of few keys or large scores chance decides who is how
-far off: gpu_cases.yaml has some.) Only for GPUs: interpreted, it is too slow.
+Head sizes of 16 to 256 and odd ones, 17 to 2,000 queries and keys, three dtypes, causal or not, strided,
+sliced and offset inputs. Each is held to `check_attention`. (Of few keys or large scores chance decides who
+is how far off: gpu_cases.yaml has some.) Only for GPUs: interpreted, it is too slow.
 Exit code 1: a case is too far off, or there were none.
 """
 

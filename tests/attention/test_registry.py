@@ -59,7 +59,7 @@ def negated(q, k, v, is_causal=False):
 
 def test_a_new_implementation_is_one_line(monkeypatch):
     """As if its author had written a file, this one, and a line in ATTENTION."""
-    line = Implementation(lambda: negated, in_model=True)
+    line = Implementation(negated, in_model=True)
     monkeypatch.setitem(ATTENTION, "negated", line)
     monkeypatch.setattr(
         attention_room, "MODEL_ATTENTION", attention_room.MODEL_ATTENTION + ("negated",)
@@ -69,7 +69,7 @@ def test_a_new_implementation_is_one_line(monkeypatch):
         attention(q, k, v, implementation="negated"), -plain_attention(q, k, v)
     )
     with pytest.raises(AssertionError, match="O of case"):
-        check_attention(ATTENTION["negated"].load())
+        check_attention(ATTENTION["negated"].function)
     with pytest.raises(ValueError, match=r"unknown.*auto.*negated"):
         attention(q, k, v, implementation="unknown")
 

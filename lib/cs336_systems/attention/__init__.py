@@ -1,7 +1,5 @@
 """Attention: every implementation computes the same function of (q, k, v); `attention` calls any of them."""
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from cs336_systems.arguments import check_choice
@@ -12,7 +10,6 @@ from cs336_systems.attention.implementations import (
     ATTENTION_PASSES,
     MODEL_ATTENTION,
     OURS,
-    TRITON,
     sdpa_backend,
     why_not,
 )
@@ -32,7 +29,7 @@ def attention(
     """softmax(q k^T / sqrt(d)) v, row by row.
 
     Args:
-        q: (..., n_queries, d); any number of leading dimensions, none included.
+        q: (..., n_queries, d); at most four dimensions, of "plain" and "sdpa" any number.
         k, v: (..., n_keys, d).
         is_causal: query i sees key j only if j <= i (aligned at the first position, also when
             n_queries != n_keys).
@@ -49,30 +46,15 @@ def attention(
     check_tensors(q, k, v)
     if implementation == "auto":
         implementation = _fastest(q, k)
-    function = _loaded.get(implementation) or _load(implementation)
+    entry = ATTENTION.get(implementation)
+    if entry is None or not entry.in_model:
+        check_choice("attention implementation", implementation, MODEL_ATTENTION)
     with annotate("attention"):
-        return function(q, k, v, is_causal)
-
-
-def _load(implementation: str) -> Callable[..., Tensor]:
-    check_choice("attention implementation", implementation, MODEL_ATTENTION)
-    entry = ATTENTION[implementation]
-    if TRITON in entry.needs and not HAS_TRITON:
-        raise ImportError(
-            f"attention implementation {implementation!r} needs triton, not installed here"
-        )
-    return entry.load()
-
-
-# Loaded here, because torch.compile, which may be what calls `attention` first, cannot trace an import.
-_loaded = {
-    name: _load(name)
-    for name, entry in ATTENTION.items()
-    if entry.in_model and (HAS_TRITON or TRITON not in entry.needs)
-}
+        return entry.function(q, k, v, is_causal)
 
 
 def _fastest(q: Tensor, k: Tensor) -> str:
-    kernels = HAS_TRITON and q.is_cuda and q.dtype in KERNEL_DTYPES and q.shape[-1] <= MAX_HEAD_SIZE
+    kernels = HAS_TRITON and q.is_cuda and q.dtype in KERNEL_DTYPES
+    fits = len(q.shape) <= 4 and q.shape[-1] <= MAX_HEAD_SIZE
     empty = 0 in q.shape or 0 in k.shape
-    return OURS if kernels and not empty else "sdpa"
+    return OURS if kernels and fits and not empty else "sdpa"

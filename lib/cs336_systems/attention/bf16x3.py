@@ -65,44 +65,48 @@ def split_kernel(
     n_keys,
     all_queries,
     all_keys,
-    D: tl.constexpr,
     ROW: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    form: tl.constexpr,
 ):
     """Split q, k, v and, where the grid has programs for it, do; into rows of ROW numbers.
 
     Grid: (row tiles * batch * heads of all of them,).
     """
     # batch * heads is all_queries // n_queries; each tensor's programs come after those of the one before.
+    BLOCK_M: tl.constexpr = form.BLOCK_M
     query_programs = tl.cdiv(n_queries, BLOCK_M) * (all_queries // n_queries)
     key_programs = tl.cdiv(n_keys, BLOCK_M) * (all_keys // n_keys)
     program = tl.program_id(0)
-    shape: tl.constexpr = (D, ROW, BLOCK_D, BLOCK_M)
     if program < query_programs:
-        _split_tile(q_ptr, q_strides, q_split_ptr, program, n_queries, n_heads, shape)
+        _split_tile(q_ptr, q_strides, q_split_ptr, program, n_queries, n_heads, ROW, form)
     elif program < query_programs + key_programs:
         program -= query_programs
-        _split_tile(k_ptr, k_strides, k_split_ptr, program, n_keys, n_heads, shape)
+        _split_tile(k_ptr, k_strides, k_split_ptr, program, n_keys, n_heads, ROW, form)
     elif program < query_programs + 2 * key_programs:
         program = program - query_programs - key_programs
-        _split_tile(v_ptr, v_strides, v_split_ptr, program, n_keys, n_heads, shape)
+        _split_tile(v_ptr, v_strides, v_split_ptr, program, n_keys, n_heads, ROW, form)
     else:
         program -= query_programs + 2 * key_programs
-        _split_tile(do_ptr, do_strides, do_split_ptr, program, n_queries, n_heads, shape)
+        _split_tile(do_ptr, do_strides, do_split_ptr, program, n_queries, n_heads, ROW, form)
 
 
 @triton.jit
-def _split_tile(x_ptr, strides, split_ptr, program, n_rows, n_heads, shape: tl.constexpr):
-    D: tl.constexpr = shape[0]
-    ROW: tl.constexpr = shape[1]
-    BLOCK_D: tl.constexpr = shape[2]
-    BLOCK_M: tl.constexpr = shape[3]
+def _split_tile(
+    x_ptr,
+    strides,
+    split_ptr,
+    program,
+    n_rows,
+    n_heads,
+    ROW: tl.constexpr,
+    form: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = form.BLOCK_M
     tiles = tl.cdiv(n_rows, BLOCK_M)
     batch_head = (program // tiles).to(tl.int64)
     rows = program % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    inside = (rows[:, None] < n_rows) & (dims[None, :] < D)
+    dims = tl.arange(0, form.BLOCK_D)
+    inside = (rows[:, None] < n_rows) & (dims[None, :] < form.D)
     x_tile = x_ptr + batch_head // n_heads * strides[0] + batch_head % n_heads * strides[1]
     x_tile += rows[:, None].to(tl.int64) * strides[2] + dims[None, :] * strides[3]
     x0, x1, x2 = split_bf16(tl.load(x_tile, mask=inside, other=0.0))

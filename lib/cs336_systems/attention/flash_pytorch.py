@@ -16,8 +16,6 @@ def flash_forward(
     k: Tensor,
     v: Tensor,
     is_causal: bool = False,
-    query_tile: int = TILE,
-    key_tile: int = TILE,
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 1: online softmax over tiles of keys, one tile of queries at a time.
 
@@ -32,17 +30,17 @@ def flash_forward(
     n_keys = k.shape[-2]
     outputs = []
     logsumexps = []
-    for first_query in range(0, n_queries, query_tile):
-        q_tile = q[..., first_query : first_query + query_tile, :].float() * scale
+    for first_query in range(0, n_queries, TILE):
+        q_tile = q[..., first_query : first_query + TILE, :].float() * scale
         rows = torch.arange(first_query, first_query + q_tile.shape[-2], device=q.device)
         # Running maximum of a row of scores. From -inf, a tile of scores of -inf would make exp(-inf - -inf),
         # NaN.
         m = q_tile.new_full(q_tile.shape[:-1], torch.finfo(torch.float32).min)
         total = torch.zeros_like(m)  # running sum of exp(score - m)
         o = torch.zeros_like(q_tile)  # running sum of exp(score - m) v
-        last_key = min(n_keys, first_query + query_tile) if is_causal else n_keys
-        for first_key in range(0, last_key, key_tile):
-            keys = slice(first_key, first_key + key_tile)
+        last_key = min(n_keys, first_query + TILE) if is_causal else n_keys
+        for first_key in range(0, last_key, TILE):
+            keys = slice(first_key, first_key + TILE)
             k_tile = k[..., keys, :].float()
             v_tile = v[..., keys, :].float()
             s = q_tile @ k_tile.mT

@@ -89,10 +89,6 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tensor]:
     if prepared is None:
         check_inputs(q, k, v)
         check_device(q)
-        if q.dim() > 4:
-            o, *sums = _forward(*_flattened(q, k, v), is_causal)
-            rows = q.shape[:-1]
-            return [o.reshape(q.shape)] + [x.reshape(rows + x.shape[3:]) for x in sums]
         outputs = _forward_outputs(q, tf32)
         tuning = tuning_for(dtype, q.shape[-1], q.device, tf32)
         layouts = [layout(x) for x in (q, k, v, outputs[0])]
@@ -154,12 +150,6 @@ def _backward(
     key = q.shape, k.shape, strides, dtype, device, is_causal, tf32, deterministic
     prepared = _backwards.get(key)
     if prepared is None:
-        if q.dim() > 4:
-            of_four = _flattened(do, q, k, v, o)
-            gradients = _backward(*of_four, logsumexp, is_causal, residual)
-            return tuple(
-                x.reshape(like.shape) for x, like in zip(gradients, (q, k, v), strict=True)
-            )
         outputs = [torch.empty_like(x) for x in (q, k, v)]
         tuning = tuning_for(dtype, q.shape[-1], q.device, tf32)
         layouts = [layout(x) for x in (q, k, v, do, o)] + [layout(x) for x in outputs]
@@ -173,11 +163,6 @@ def _backward(
     gradients = tuple(starmap(new_tensor, outputs))
     launch.run(q, k, v, do, o, logsumexp, read, *gradients)
     return gradients
-
-
-def _flattened(*tensors: Tensor) -> list[Tensor]:
-    """All leading dimensions but the last as one."""
-    return [x.flatten(0, -4) for x in tensors]
 
 
 def _keep(
@@ -219,13 +204,12 @@ def _(do, q, k, *others, **_) -> int:
 @_forward_op.register_fake
 def _(q, k, v, is_causal):
     check_inputs(q, k, v)
-    _, *sums = _forward_outputs(q, allows_tf32(q.dtype))
-    return [_like(q)] + sums
+    return _forward_outputs(q, allows_tf32(q.dtype))
 
 
 @_backward_op.register_fake
 def _(do, q, k, v, o, logsumexp, is_causal, residual=None):
-    return _like(q), _like(k), _like(v)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _forward_outputs(q: Tensor, tf32: bool) -> list[Tensor]:
@@ -235,13 +219,6 @@ def _forward_outputs(q: Tensor, tf32: bool) -> list[Tensor]:
     if q.dtype == torch.float32 and not tf32:
         outputs.append(q.new_empty(rows + (1,), dtype=torch.float32))
     return outputs
-
-
-def _like(x: Tensor) -> Tensor:
-    """What comes out for an x: in its layout, or in that of x flattened to four dimensions."""
-    if x.dim() <= 4:
-        return torch.empty_like(x)
-    return torch.empty_like(x.flatten(0, -4)).reshape(x.shape)
 
 
 class FlashAttentionTriton(torch.autograd.Function):

@@ -13,7 +13,18 @@ from cs336_systems.attention.flash_pytorch import FlashAttentionPyTorch
 from cs336_systems.attention.inputs import AttentionFunction
 from cs336_systems.attention.plain import plain_attention
 from cs336_systems.dtypes import torch_dtype
-from cs336_systems.kernels import why_no_triton
+from cs336_systems.kernels import HAS_TRITON, why_no_triton
+
+if HAS_TRITON:
+    from cs336_systems.attention.flash_triton import FlashAttentionCompiled, flash_attention
+
+    with_compiled_backward = FlashAttentionCompiled.apply
+else:
+
+    def flash_attention(*_: Any) -> None:
+        raise ImportError("this attention needs triton, which is not installed here")
+
+    with_compiled_backward = flash_attention
 
 # What an implementation may need: Triton, a compiler for torch.compile, tensors of 16 bits.
 TRITON, COMPILER, SIXTEEN_BITS = "triton", "compiler", "16bit"
@@ -23,14 +34,14 @@ TRITON, COMPILER, SIXTEEN_BITS = "triton", "compiler", "16bit"
 class Implementation:
     """An attention implementation.
 
-    load: returns the function, called as function(q, k, v, is_causal); what needs Triton is imported then.
+    function: called as function(q, k, v, is_causal).
     needs: TRITON, COMPILER, SIXTEEN_BITS.
     sdpa_backend: the backend of PyTorch's scaled_dot_product_attention to switch on around it.
     in_model: a model's blocks may call it, and `attention.attention` knows it.
     holds_scores: its memory grows with n_queries * n_keys.
     """
 
-    load: Callable[[], AttentionFunction]
+    function: AttentionFunction
     needs: frozenset[str] = frozenset()
     sdpa_backend: str = ""
     in_model: bool = False
@@ -43,32 +54,22 @@ class Implementation:
         return why_no_triton(device) if TRITON in self.needs else ""
 
 
-def _flash_triton(compiled: bool = False) -> AttentionFunction:
-    from cs336_systems.attention.flash_triton import FlashAttentionCompiled, flash_attention
-
-    return FlashAttentionCompiled.apply if compiled else flash_attention
-
-
 def _sdpa(backend: str, *needs: str) -> Implementation:
-    return Implementation(lambda: baselines.sdpa, frozenset(needs), backend)
+    return Implementation(baselines.sdpa, frozenset(needs), backend)
 
 
 ATTENTION: dict[str, Implementation] = {
-    "plain": Implementation(lambda: plain_attention, in_model=True, holds_scores=True),
-    "torch_softmax": Implementation(lambda: baselines.torch_softmax, holds_scores=True),
-    "compiled": Implementation(
-        lambda: baselines.compiled, frozenset({COMPILER}), holds_scores=True
-    ),
-    "sdpa": Implementation(lambda: baselines.sdpa, in_model=True),
+    "plain": Implementation(plain_attention, in_model=True, holds_scores=True),
+    "torch_softmax": Implementation(baselines.torch_softmax, holds_scores=True),
+    "compiled": Implementation(baselines.compiled, frozenset({COMPILER}), holds_scores=True),
+    "sdpa": Implementation(baselines.sdpa, in_model=True),
     "sdpa_efficient": _sdpa("EFFICIENT_ATTENTION"),
     "sdpa_flash": _sdpa("FLASH_ATTENTION", SIXTEEN_BITS),
-    "flex": Implementation(lambda: baselines.flex, frozenset({COMPILER})),
+    "flex": Implementation(baselines.flex, frozenset({COMPILER})),
     "sdpa_cudnn": _sdpa("CUDNN_ATTENTION", SIXTEEN_BITS),
-    "flash_pytorch": Implementation(lambda: FlashAttentionPyTorch.apply, in_model=True),
-    "flash_compiled": Implementation(
-        lambda: _flash_triton(compiled=True), frozenset({TRITON, COMPILER})
-    ),
-    "flash_triton": Implementation(_flash_triton, frozenset({TRITON}), in_model=True),
+    "flash_pytorch": Implementation(FlashAttentionPyTorch.apply, in_model=True),
+    "flash_compiled": Implementation(with_compiled_backward, frozenset({TRITON, COMPILER})),
+    "flash_triton": Implementation(flash_attention, frozenset({TRITON}), in_model=True),
 }
 OURS = "flash_triton"
 # What a model's blocks may be given; "auto" is the fastest of them that can run the tensors.

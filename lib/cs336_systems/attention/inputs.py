@@ -37,20 +37,20 @@ def in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Validate q (..., n_queries, d) and k, v (..., n_keys, d): one dtype, one device, shapes that fit.
+    """Validate q (..., n_queries, d) and k, v (..., n_keys, d), with two to four dimensions.
 
     Raises:
         TypeError: dtypes that differ or are not supported.
         ValueError: devices or shapes that do not fit, the meta device, a size of 0, or a head size over 256.
     """
-    fits = 2 <= q.dim() == k.dim() and k.shape == v.shape
+    fits = 2 <= q.dim() == k.dim() <= 4 and k.shape == v.shape
     # Only from here on is it known that there are these dimensions.
     fits = fits and q.shape[:-2] == k.shape[:-2]
     fits = fits and q.shape[-1] == k.shape[-1] <= MAX_HEAD_SIZE
     fits = fits and q.numel() > 0 and k.numel() > 0
     allowed = (
-        "(..., n_queries, d), (..., n_keys, d) and again (..., n_keys, d), no dimension of size 0, "
-        f"a head size d of at most {MAX_HEAD_SIZE}"
+        "(..., n_queries, d), (..., n_keys, d) and again (..., n_keys, d), at most four dimensions, none of "
+        f"size 0, a head size d of at most {MAX_HEAD_SIZE}"
     )
     tensors.check_tensors("q, k, v", q, k, v, fits=fits, allowed=allowed, same_dtype=True)
     if q.is_meta:

@@ -8,7 +8,6 @@ for the layouts that it meets. It belongs to one GPU: that of its first call.
 import math
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from types import MethodType
 from typing import Any
 
 import torch
@@ -56,14 +55,12 @@ from cs336_systems.kernels.runtime import ALIGNMENT, capability, sm_count
 LOG2E = math.log2(math.e)
 FORWARD = ("q", "k", "v", "o")
 BACKWARD = ("q", "k", "v", "do", "o", "dq", "dk", "dv")
+# Of BF16X3_KERNELS those without the prefix.
 FUNCTIONS = {
     "forward": forward_kernel,
-    "bf16x3_forward": forward_kernel,
     "hopper_forward": hopper_forward_kernel,
     "dq": dq_kernel,
-    "bf16x3_dq": dq_kernel,
     "dkdv": dkdv_kernel,
-    "bf16x3_dkdv": dkdv_kernel,
     "backward": backward_kernel,
     "hopper_backward": hopper_backward_kernel,
 }
@@ -106,9 +103,8 @@ class Launcher:
         self.stored = [kernel_layout(x, tuning.dtype.itemsize, tuning.use_tma) for x in stored]
         self.launches = self._prepare_launches()
         self.merge = self.launches.get("merge")
-        # There is no pass of "dq" alone, which is only compiled.
-        if self.last in RUN:
-            self.run = MethodType(RUN[self.last], self)
+        # By the last kernel. There is no pass of "dq" alone, which is only compiled.
+        self.run = getattr(self, f"_{_function_name(self.last)}", None)
 
     @property
     def runner(self) -> "Launcher | KernelLaunch":
@@ -148,7 +144,8 @@ class Launcher:
         programs = self.plan.programs[kernel], self.plan.splits
         arguments = self.arguments(tile, **splits)
         descriptors = self._descriptors(kernel, tile) if self.use_tma else []
-        return KernelLaunch(FUNCTIONS[kernel], programs, arguments, tile, descriptors)
+        function = FUNCTIONS[_function_name(kernel)]
+        return KernelLaunch(function, programs, arguments, tile, descriptors)
 
     def _split_launch(self) -> KernelLaunch:
         """Of the kernel that writes three bfloat16 parts of each input."""
@@ -185,17 +182,19 @@ class Launcher:
             "CHUNK": tile.chunk,
             "STAGES": tile.num_stages,
         }
-        arguments = self._sizes | self._forms | strides | of_tile
+        arguments = self._of_all_tiles | strides | of_tile
         form = Form(*(arguments[name] for name in Form._fields))
         return arguments | {"form": form}
 
     @cached_property
-    def _sizes(self) -> dict[str, Any]:
-        """Arguments that are numbers of the problem, the plan and its tensors."""
+    def _of_all_tiles(self) -> dict[str, Any]:
+        """Arguments that are the same for every kernel, whatever its tile."""
         problem = self.problem
         sequences = problem.batch * problem.heads
         _, strides = self.inputs[0]
-        sizes = {
+        scale = 1 / math.sqrt(self.d)
+        precision = "bf16x3" if self.bf16x3 else self.tuning.dot_precision
+        same = {
             "n_heads": problem.heads,
             "all_queries": sequences * problem.n_queries,
             "all_keys": sequences * problem.n_keys,
@@ -204,24 +203,18 @@ class Launcher:
             "ROW": strides[-2],
             "ROWS": MERGE_TILE.block_m,
         }
-        return problem._asdict() | vars(self.plan) | sizes
-
-    @cached_property
-    def _forms(self) -> dict[str, Any]:
-        """Arguments that say how all kernels compute."""
-        scale = 1 / math.sqrt(self.d)
-        precision = "bf16x3" if self.bf16x3 else self.tuning.dot_precision
-        return {
+        same |= {
             "scale": scale,
             "scale_log2": scale * LOG2E,
             "PRECISION": precision,
             # "tf32" stands for all that rounds in the matmul: 16 bits come with it, too.
             "EXACT": precision != "tf32",
-            "CAUSAL": self.problem.is_causal,
+            "CAUSAL": problem.is_causal,
             "USE_TMA": self.use_tma,
             "SPLIT": self.plan.splits > 1,
             "PERSISTENT": self.plan.persistent,
         }
+        return problem._asdict() | vars(self.plan) | same
 
     def _descriptors(self, kernel: str, tile: Tile) -> list[Any]:
         """Of the inputs, and of what TMA stores."""
@@ -358,16 +351,8 @@ class Launcher:
         self.launches["postprocess"].run(dq_accum, dq)
 
 
-# How a pass runs, by the last of its kernels.
-RUN = {
-    "forward": Launcher._forward,
-    "bf16x3_forward": Launcher._forward,
-    "hopper_forward": Launcher._hopper_forward,
-    "dkdv": Launcher._dkdv,
-    "bf16x3_dkdv": Launcher._dkdv,
-    "backward": Launcher._backward,
-    "hopper_backward": Launcher._hopper_backward,
-}
+def _function_name(kernel: str) -> str:
+    return kernel.removeprefix("bf16x3_")
 
 
 @lru_cache(maxsize=256)

@@ -20,6 +20,7 @@ from cs336_systems.kernels.tensors import check_tensors
 TILE = 8192
 # The first maximum: -inf - -inf would be NaN.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+IGNORED = tl.constexpr(-100)  # the target that does not count, as in PyTorch
 
 
 @triton.jit
@@ -40,14 +41,13 @@ def cross_entropy_kernel(
     stride,
     n_rows,
     vocabulary,
-    ignore_index,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """loss (n_rows,) and the gradient in place of logits (n_rows, vocabulary). Grid: (row tiles,)."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    target = tl.load(target_ptr + rows, mask=rows < n_rows, other=ignore_index)
-    counts = target != ignore_index
+    target = tl.load(target_ptr + rows, mask=rows < n_rows, other=IGNORED)
+    counts = target != IGNORED
     known = (target >= 0) & (target < vocabulary) & (rows < n_rows)
     # NaN for a target that is not in the vocabulary: a look at it would make the host wait.
     target_logit = tl.load(logits_ptr + rows * stride + target, mask=known, other=float("nan"))
@@ -75,12 +75,12 @@ def cross_entropy_kernel(
         tl.store(place, dz, mask=inside)
 
 
-def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+def cross_entropy_(logits: Tensor, targets: Tensor) -> Tensor:
     """Losses (n,) in float32, and in place of the logits the gradient of the sum of the losses.
 
     Args:
         logits: (n, vocabulary) of float32, bfloat16 or float16, contiguous rows; overwritten.
-        targets: (n,) int64. Of ignore_index the loss and the gradient are 0; of another number that is not in
+        targets: (n,) int64. Of -100 the loss and the gradient are 0; of another number that is not in
             [0, vocabulary) the loss is NaN, because a look at them would make the host wait for the GPU.
 
     Raises:
@@ -98,15 +98,15 @@ def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int = -100) ->
         raise RuntimeError(
             "logits require grad and are overwritten; allowed: detached, or in torch.no_grad()"
         )
-    return _overwrite(logits, targets, ignore_index)
+    return _overwrite(logits, targets)
 
 
 @lambda function: kernel_function(function, mutates="logits")
-def _overwrite(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+def _overwrite(logits: Tensor, targets: Tensor) -> Tensor:
     n_rows, vocabulary = logits.shape
     losses = logits.new_empty(n_rows, dtype=torch.float32)
     tiles, options = row_tiles(n_rows, vocabulary, TILE, TILE, 16)
     tensors = (logits, targets.contiguous(), losses)
-    sizes = (logits.stride(0), n_rows, vocabulary, ignore_index)
+    sizes = (logits.stride(0), n_rows, vocabulary)
     launch_kernel(cross_entropy_kernel, (tiles,), *tensors, *sizes, **options)
     return losses

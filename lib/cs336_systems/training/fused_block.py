@@ -33,7 +33,7 @@ KEEPABLE = ("qkv", "h", "ab")
 
 
 class Weights(NamedTuple):
-    """Of a block; each matrix is (d_out, d_in)."""
+    """Of a block, in the order of its parameters; each matrix is (d_out, d_in)."""
 
     ln1: Tensor
     q: Tensor
@@ -44,23 +44,6 @@ class Weights(NamedTuple):
     w1: Tensor
     w2: Tensor
     w3: Tensor
-
-
-def weights(block: TransformerBlock) -> Weights:
-    attn = block.attn
-    ffn = block.ffn
-    layers = (
-        block.ln1,
-        attn.q_proj,
-        attn.k_proj,
-        attn.v_proj,
-        attn.output_proj,
-        block.ln2,
-        ffn.w1,
-        ffn.w2,
-        ffn.w3,
-    )
-    return Weights(*(layer.weight for layer in layers))
 
 
 class BlockFunction(torch.autograd.Function):
@@ -244,14 +227,15 @@ def run_fused(block: TransformerBlock, x: Tensor) -> Tensor:
     tables = block.attn.rope.tables(x)
     keep = getattr(block, "keep", ())
     options = (block.attn.num_heads, block.ln1.eps, block.ln2.eps, keep)
-    return BlockFunction.apply(x.contiguous(), *tables, *options, *weights(block))
+    return BlockFunction.apply(x.contiguous(), *tables, *options, *block.parameters())
 
 
 def _is_as_written(block: TransformerBlock, x: Tensor) -> bool:
     """Whether BlockFunction computes what the block's modules would, of x."""
     if torch.is_autocast_enabled(x.device.type) or _has_any_global_hook():
         return False
-    if needs_dispatcher(x, *block.parameters()):
+    parameters = list(block.parameters())
+    if needs_dispatcher(x, *parameters) or len(parameters) != len(Weights._fields):
         return False
     parts = list(block.modules())[1:]
     if len(parts) != len(_PARTS) or not all(map(is_as_written, parts, _PARTS)):
@@ -260,20 +244,15 @@ def _is_as_written(block: TransformerBlock, x: Tensor) -> bool:
         return False
     if block.attn.rope.rotate is not rotary.rotary or block.ffn.gate is not swiglu.swiglu:
         return False
-    if x.dim() != 3 or not x.numel():
+    if x.dim() != 3 or not x.numel() or x.shape[-1] > block.attn.num_heads * MAX_HEAD_SIZE:
         return False
-    return _takes(weights(block), x, block.attn.num_heads)
-
-
-def _takes(w: Weights, x: Tensor, num_heads: int) -> bool:
-    """Whether the kernels take these dtypes, devices and heads. Norms may be float32: FSDP keeps them so."""
-    row_dtypes = {x.dtype, w.ln1.dtype, w.ln2.dtype}
-    matrix_dtypes = {each.dtype for each in w if each.dim() == 2}
+    matrix_dtypes = {each.dtype for each in parameters if each.dim() == 2}
+    # Norms may be float32: FSDP keeps them so.
+    dtypes = {each.dtype for each in parameters}
     return (
-        len(w.ln1) <= num_heads * MAX_HEAD_SIZE
-        and row_dtypes.issubset(KERNEL_DTYPES)
+        dtypes.issubset(KERNEL_DTYPES)
         and matrix_dtypes == {x.dtype}
-        and {each.device for each in w} == {x.device}
+        and {each.device for each in parameters} == {x.device}
     )
 
 

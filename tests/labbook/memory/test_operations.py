@@ -94,7 +94,7 @@ def test_a_fused_optimizer_reads_four_and_writes_three():
 @pytest.mark.parametrize("name", ["sdpa", "flash_triton"])
 def test_fused_attention_and_products_with_vectors_have_flops(name):
     q, k, v = torch.randn(3, 1, 2, 32, 16, requires_grad=True).unbind()
-    attend = ATTENTION[name].load()
+    attend = ATTENTION[name].function
     product = 2 * 32 * 32 * 16
     assert flops(lambda: attend(q, k, v, False)) == 4 * product
     assert flops(lambda: attend(q, k, v, False).sum().backward()) == 14 * product
