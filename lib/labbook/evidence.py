@@ -54,7 +54,7 @@ def rows_of(now: Mapping[str, str], rows: pd.DataFrame, machine: str) -> pd.Data
     # Cards of one name and another memory or socket share a folder.
     here = (torch.__version__, gpu_of(machine))
     runs = []
-    for name in rows["run"].dropna().unique():
+    for name in rows["run"].unique():
         run = load_run(machine, name)
         if now and (run.torch, run.gpu) == here and not code.changed(now, run.code):
             runs.append(name)

@@ -48,8 +48,8 @@ class Page:
         self._print(self.card.line())
         line, changed = provenance(slug, {self.reference} | set(project().committed))
         if changed:
-            names = f"<details><summary>{line}</summary>{', '.join(changed)}</details>"
-            display.display(display.HTML(names))
+            folded = f"<details><summary>{line}</summary>{', '.join(changed)}</details>"
+            display.display({"text/plain": line, "text/html": folded}, raw=True)
         else:
             self._print(line)
 

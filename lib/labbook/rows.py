@@ -106,7 +106,7 @@ def load_rows(slug: str, machine: str, table: str) -> pd.DataFrame:
     """Load the rows of one machine, sorted by key; where it has none yet, an empty frame with every column.
 
     Columns have plain numpy dtypes: whole numbers with gaps are floats; empty text and truth values are None.
-    `run` is None for rows from before runs had files; `machine` is the one given.
+    `machine` is the one given.
     Raises RowError: the file is damaged, or a value does not fit; the message names file and line.
     """
     path = find(*_file(machine, slug, table).parts)

@@ -70,7 +70,7 @@ def test_a_page_names_folded_what_has_changed_since_its_rows_were_measured(monke
     monkeypatch.setattr("labbook.page.provenance", lambda *_: ("two files have changed", changed))
     Page(SLUG, {})
     text = "<details><summary>two files have changed</summary>model.py, functional.py</details>"
-    assert [each.data for each in shown] == [text]
+    assert [each["text/html"] for each in shown] == [text]
 
 
 def test_rows_of_the_running_cell_are_on_record_until_it_changes():
