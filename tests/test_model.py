@@ -97,20 +97,6 @@ def test_weights_by_the_handouts_names_load_and_give_the_handouts_logits():
     assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_future_and_the_neighbour_are_not_seen():
-    model = a_model()
-    tokens = some_tokens()
-    before = model(tokens)
-    changed = tokens.clone()
-    changed[1, 10:] += 1
-    after = model(changed % VOCABULARY)
-    unseen = torch.ones(3, 16, dtype=torch.bool)
-    unseen[1, 10:] = False
-    assert_close(after[unseen], before[unseen])
-    same = torch.isclose(after, before).all(-1)
-    assert not same[~unseen].any()
-
-
 def test_autocast_computes_in_16_bit_and_keeps_parameters_and_gradients_in_32():
     dtype = torch.bfloat16
     model = a_model()

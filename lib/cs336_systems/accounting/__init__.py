@@ -4,7 +4,7 @@ Pure functions of a `ModelConfig` and numbers; a ValueError says which are allow
 with plain attention; the tests hold them against torch's FLOP counter and the storages alive during a step.
 """
 
-from cs336_systems.accounting import checkpoint_costs, sharding_costs
+from cs336_systems.accounting import checkpoint_costs, scaling, sharding_costs
 from cs336_systems.accounting.attention_costs import (
     attention_flops, attention_peak_breakdown, attention_saved_bytes, attention_traffic_bytes,
     flash_bytes, flash_flops, flash_scores,
@@ -20,12 +20,3 @@ from cs336_systems.accounting.model_memory import (
     activation_bytes, parameter_bytes, peak_bytes, peak_phases, saved_by_block, saved_by_head,
 )  # fmt: skip
 from cs336_systems.accounting.network import ring_seconds
-
-
-def __getattr__(name: str) -> object:
-    # On its first use: sympy takes most of a second, and every rank imports this file.
-    if name == "scaling":
-        import cs336_systems.accounting.scaling as scaling
-
-        return scaling
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,22 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import sympy as sp
-
-# Tokens of the whole batch, d_model, d_ff; devices: all, along the axis of data, along that of tensors.
-# FLOP/s of a device, and bytes/s that it sends, along an axis.
-SYMBOLS = sp.symbols("B D F N X Y C W W_X W_Y", positive=True)
-B, D, F, N, X, Y, C, W, W_X, W_Y = SYMBOLS
 
 
-def evaluate(
-    expression: sp.Expr | float, values: Mapping[str, Any] | None = None, **more: Any
-) -> Any:
+def evaluate(expression: Any, values: Mapping[str, Any] | None = None, **more: Any) -> Any:
     """The number that an expression has, or an array of numbers where a value is an array.
 
     Args:
         values, more: by the names of the symbols; those that it does not contain do not matter.
     """
+    import sympy as sp  # it takes most of a second, and every rank imports this file
+
     values = dict(values or {}) | more
     expression = sp.sympify(expression)
     symbols = sorted(expression.free_symbols, key=str)

@@ -1,6 +1,5 @@
 """The workbook's commands: run it, list its notebooks, renew them, copies to learn from."""
 
-import math
 import os
 import signal
 import sys
@@ -82,8 +81,8 @@ def _run(options: Namespace) -> int:
     if options.dry_run:
         seconds = [batch.estimated_s(job) for job in jobs]
         for job, of_job in zip(jobs, seconds, strict=True):
-            known = "?" if math.isnan(of_job) else f"{of_job:.0f}"
-            print(f"{known:>6} s  {job.notebook.stem} {job.line()}")
+            known = f"{of_job:6.0f}".replace("nan", "  ?")
+            print(f"{known} s  {job.notebook.stem} {job.line()}")
         print(f"{np.nansum(seconds):6.0f} s  for those that are known")
         return 0
     needed = batch.PROFILES[profile]

@@ -132,10 +132,9 @@ def map_table(entries: dict[str, Entry]) -> str:
 
 def in_short(question: str) -> str:
     """The first sentence that asks something in more than a word or two; without one, the first sentence."""
-    sentences = re.split(r"(?<=[.?!]) (?=[A-Z`])", question)
-    asking = [text for text in sentences if text.endswith("?") and len(text.split()) > 3]
-    first = (asking + sentences)[0].removeprefix("(a) ")
-    return re.split(r"(?<=\?) (?=\([a-z]\) )", first)[0]  # without the parts that follow
+    sentences = re.split(r"(?<=[.?!]) (?=[A-Z`(])", question.removeprefix("(a) "))
+    asking = (text for text in sentences if text.endswith("?") and text.count(" ") > 2)
+    return next(asking, sentences[0])
 
 
 def show_headline(entry: Entry) -> None:

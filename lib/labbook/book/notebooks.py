@@ -22,7 +22,6 @@ from papermill.translators import PythonTranslator
 from labbook.code import notebook_of
 from labbook.project import project
 
-_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _BOOLS = {"true": True, "false": False}
 # YAML's own numbers would not do: 064 is 52 there, 1:30 is 90, and 1e-3 is text.
 _OF_TEXT = {
@@ -162,7 +161,7 @@ def _type_error(name: str, value: Any, default: Any) -> str:
     kinds = {int, float} if kind is float else {kind}
     if set(map(type, _listed(value))) <= kinds and isinstance(value, list | tuple) == is_list:
         return ""
-    allowed = f"{'a list, each item ' * is_list}{_TYPES[kind]}, like {default!r}"
+    allowed = f"{'a list of ' * is_list}{kind.__name__}, like {default!r}"
     return f"{name} is {value!r}; allowed: {allowed}"
 
 

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,8 +25,7 @@ from labbook.book import batch, notebooks
 from labbook.book import map as overview
 from labbook.book.notebooks import BatchError
 from labbook.book.tidy import CHECKER, HIDE_INPUT, has_solution
-from labbook.files import find, locked, make_folder
-from labbook.machine import load_card
+from labbook.files import locked, make_folder
 from labbook.project import project
 
 _LINK = r"\[([^][]*)\]\((?:\.\./[^)]*|(?P<name>\d\d_\w+)\.ipynb(?P<at>#[^)]*)?)\)"
@@ -35,7 +35,6 @@ project = html_title = "{_TITLE}"
 extensions, html_theme = ["myst_nb"], "furo"
 nb_execution_mode, nb_render_markdown_format = "off", "myst"
 myst_enable_extensions = ["dollarmath", "amsmath"]
-suppress_warnings = ["myst.header", "myst.xref_missing", "mystnb.unknown_mime_type"]
 mathjax_path = "mathjax/MathJax.js?config=TeX-AMS-MML_HTMLorMML-full,Safe,workbook"
 myst_update_mathjax = False
 mathjax2_config = {{"tex2jax": {{"processClass": "math"}}}}
@@ -83,7 +82,7 @@ def build(target: Path, executed: Path) -> Path:
     """Write the site of the executed notebooks of a folder into another, or, for a run's, into the same.
 
     Returns its first page.
-    Raises BatchError: Sphinx is not installed, or could not build; or a notebook has not been executed.
+    Raises BatchError: Sphinx is not installed, or could not build.
     """
     if find_spec("furo") is None:
         raise BatchError("the site needs more packages: `pip install -e '.[site]'` installs them")
@@ -96,7 +95,7 @@ def build(target: Path, executed: Path) -> Path:
         source = Path(scratch, "source")
         (source / "extra" / "pictures").mkdir(parents=True)
         names = {path.stem.partition("-")[0]: path.stem for path in reversed(paths)}
-        pages = [_write_page(path, source, names, bool(summary)) for path in paths]
+        pages = [_write_page(path, source, names) for path in paths]
         mathjax = Path(find_spec("jupyter_server_mathjax").origin).parent / "static"
         shutil.copytree(mathjax, source / "static" / "mathjax")
         for name in ("site.css", "site.js"):
@@ -118,9 +117,7 @@ def build(target: Path, executed: Path) -> Path:
 def _first_page(machine: str, summary: str, pages: Sequence[_Page]) -> str:
     """Of a run: how each notebook ended. Else what the workbook is, and a card for each chapter."""
     if summary:
-        has_card = find(machine, "machine.json").exists()
-        card = load_card(machine).line() if has_card else ""
-        return f"# The workbook on {machine}\n\n{card}\n\n~~~~text\n{summary}\n~~~~\n"
+        return f"# The workbook on {machine}\n\n~~~~text\n{summary}\n~~~~\n"
     about = notebooks.read_yaml("book.yaml").get("about", "")
     return f"# {_TITLE}\n\n{about}\n\n{_cards(pages)}\n"
 
@@ -129,7 +126,9 @@ def _cards(pages: Sequence[_Page]) -> str:
     """Of each chapter its name, hours, first picture, and what it asks."""
     questions = notebooks.read_yaml("book.yaml").get("questions", {})
     cards = []
-    for chapter, of_chapter in _by_chapter(pages)[1:]:
+    for chapter, of_chapter in _by_chapter(pages):
+        if chapter not in questions:
+            continue
         minutes = [page.entry.minutes for page in of_chapter if page.entry.minutes]
         read = sum(int(to_read) for to_read, _ in minutes) / 60
         work = sum(int(to_work) for _, to_work in minutes) / 60
@@ -138,7 +137,7 @@ def _cards(pages: Sequence[_Page]) -> str:
             f"<b>{escape(chapter)}</b>",
             f"<span>{read:.1f} hours to read, {work:.1f} to work</span>",
         ]
-        texts += [picture, f"<span>{escape(questions.get(chapter, ''))}</span>"]
+        texts += [picture, f"<span>{escape(questions[chapter])}</span>"]
         cards.append(f'<a href="{of_chapter[0].entry.name}.html">{"".join(texts)}</a>')
     return _grid(cards)
 
@@ -168,11 +167,9 @@ def _run_sphinx(source: Path, built: Path, trees: Path) -> None:
         raise BatchError(f"Sphinx could not build the site: {done.stderr.strip()[-500:]}")
 
 
-def _write_page(path: Path, source: Path, names: Mapping[str, str], may_be_empty: bool) -> _Page:
+def _write_page(path: Path, source: Path, names: Mapping[str, str]) -> _Page:
     """A notebook's page, with a link to each table of its problem's rows."""
     notebook = nbformat.reads(_linked(path.read_text(encoding="utf-8"), names), as_version=4)
-    if not may_be_empty and not any(cell.get("outputs") for cell in notebook.cells):
-        raise BatchError(f"{path.name} has no outputs: `make notebooks` executes it")
     entry = overview.entry(path.stem, notebook)
     pictures = list(_write_pictures(notebook, path.stem, source / "extra" / "pictures"))
     _fold(notebook)
@@ -194,10 +191,8 @@ def _write_pictures(notebook: NotebookNode, stem: str, folder: Path) -> Iterator
     """Write the plots of committed rows, and what is attached to text, which myst-nb does not know."""
     for cell in notebook.cells:
         for name, bundle in cell.pop("attachments", {}).items():
-            (folder / f"{stem}.png").write_bytes(base64.b64decode(bundle["image/png"]))
-            pattern = rf"!\[(.*?)\]\(attachment:{re.escape(name)}\)"
-            image = rf'<img src="pictures/{stem}.png" alt="\1" width="600">'
-            cell.source = re.sub(pattern, image, cell.source)
+            (folder.parents[1] / f"{stem}.png").write_bytes(base64.b64decode(bundle["image/png"]))
+            cell.source = cell.source.replace(f"attachment:{name}", f"{stem}.png")
         if not overview.draws_committed_rows(cell.source):
             continue
         for output in cell.get("outputs", []):
@@ -210,26 +205,22 @@ def _write_pictures(notebook: NotebookNode, stem: str, folder: Path) -> Iterator
 
 def _fold(notebook: NotebookNode) -> None:
     """Fold what a reader does not need to follow: parameters and imports, solutions, checkers, other code."""
-    before_sections = True
+    is_set_up = True
     for cell in notebook.cells:
-        before_sections = before_sections and not cell.source.startswith("## ")
+        if cell.source.startswith("## "):
+            is_set_up = False
         if cell.cell_type != "code":
             continue
         tags = cell.metadata.setdefault("tags", [])
-        if has_solution(cell):
-            prompt = "A solution"
-        elif CHECKER in tags:
-            prompt = "The checker"
-        elif before_sections:
+        prompt = "Code"
+        if has_solution(cell) or CHECKER in tags:
+            prompt = "A solution" if has_solution(cell) else "The checker"
+            tags.append(HIDE_INPUT)
+        elif is_set_up:
             prompt = "Parameters" if "parameters" in tags else "Set-up"
             tags.append("hide-cell")
         elif cell.source.startswith("solution("):
             tags.append("remove-input")
-            continue
-        else:
-            prompt = "Code"
-        if prompt in ("A solution", "The checker"):
-            tags.append(HIDE_INPUT)
         cell.metadata["mystnb"] = {"code_prompt_show": prompt, "code_prompt_hide": prompt}
 
 
@@ -244,23 +235,21 @@ def _linked(text: str, names: Mapping[str, str]) -> str:
 
 
 def _by_chapter(pages: Sequence[_Page]) -> list[tuple[str, list[_Page]]]:
-    """The pages of each chapter that has some; the first has what comes before all of them."""
+    """The pages of each chapter that has some; "Start" is what comes before all of them."""
     chapters = {0: "Start"} | notebooks.read_yaml("book.yaml").get("chapters", {})
-    ends = list(chapters)[1:] + [100]
-    of_chapters = [
-        (chapter, [page for page in pages if first <= int(page.entry.name[:2]) < end])
-        for (first, chapter), end in zip(chapters.items(), ends, strict=True)
-    ]
-    return of_chapters[:1] + [each for each in of_chapters[1:] if each[1]]
+
+    def chapter_of(page: _Page) -> str:
+        number = int(page.entry.name[:2])
+        return chapters[max(first for first in chapters if first <= number)]
+
+    return [(chapter, list(of_chapter)) for chapter, of_chapter in groupby(pages, chapter_of)]
 
 
 def _contents(pages: Sequence[_Page]) -> str:
-    """The pages by chapter, as the side bar has them."""
-    text = []
+    """The gallery, and the pages by chapter, as the side bar has them."""
+    text = ["```{toctree}", ":hidden:", "gallery", "```\n"]
     for chapter, of_chapter in _by_chapter(pages):
         text += ["```{toctree}", f":caption: {chapter}", ":maxdepth: 1", ":hidden:"]
         text += [page.entry.name for page in of_chapter]
-        if chapter == "Start":
-            text.append("gallery")
         text.append("```\n")
     return "\n".join(text)

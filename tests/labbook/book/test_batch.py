@@ -16,7 +16,6 @@ import pytest
 from labbook.book import batch, notebooks
 from labbook.book.batch import BatchError, Job
 from labbook.book.execution import Outcome, execute
-from labbook.project import project
 
 YAML = """
 cpu:
@@ -80,7 +79,7 @@ def test_overrides_replace_a_grid_where_there_is_the_parameter(folder, write_not
         ({"profile": "tpu"}, "'tpu'", "cpu, gpu, multi-gpu"),
         ({"only": ["99"]}, "'99'", "11_one, 12_two, 13_three"),
         ({"overrides": ["modle_size=xl"]}, "'modle_size'", "model_size"),
-        ({"overrides": ["steps=many"]}, "11_one: steps is 'many'", "a whole number"),
+        ({"overrides": ["steps=many"]}, "11_one: steps is 'many'", "int"),
         ({"overrides": ["model_size=huge"]}, "'huge'", "tiny, small"),
         ({"overrides": ["context_lengths=[128"]}, "context_lengths", "a list"),
     ],
@@ -307,12 +306,3 @@ def test_what_ends_half_way_is_an_error(tmp_path, write_notebook, code, said):
     outcome = execute(source, tmp_path / "out.ipynb", {})
     assert outcome.status == "error"
     assert said in outcome.reason
-
-
-def test_a_notebook_runs_with_other_parameters(tmp_path, monkeypatch):
-    monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path))
-    (path,) = project().notebooks.glob("13_*.ipynb")
-    outcome = execute(path, tmp_path / "out.ipynb", {"value": 0.02, "count": 500})
-    assert outcome.status == "ok", outcome.reason
-    # The picture of the handout's sum is left alone.
-    assert [path.parts[-3] != "h200" for path in tmp_path.glob("*/*/error.png")] == [True]

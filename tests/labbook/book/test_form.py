@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import nbformat
 import pytest
-from library_imports import imported
 from nbformat import NotebookNode
 
 from labbook.book.map import MARKS, entry, first_cell, first_sentence
@@ -82,11 +81,7 @@ def _sections(notebook: NotebookNode) -> Iterator[str]:
 
 
 def _parameters(notebook: NotebookNode) -> Iterator[str]:
-    try:
-        parameters = read_parameters(notebook)
-    except (SyntaxError, ValueError) as error:
-        yield str(error)
-        return
+    parameters = read_parameters(notebook)
     if not parameters:
         yield "no cell is tagged `parameters`, or it is empty"
     for parameter in parameters.values():
@@ -107,15 +102,8 @@ def _cells(notebook: NotebookNode) -> Iterator[str]:
 
 def _imports(notebook: NotebookNode) -> Iterator[str]:
     """Few, and from the rooms of the library, by public names."""
-    trees = {cell.execution_count: ast.parse(cell.source) for cell in _code(notebook)}
-    nodes = [(count, node) for count, tree in trees.items() for node in ast.walk(tree)]
-    imports = [node for _, node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    of_library = [alias for node in imports if imported(node) for alias in node.names]
-    names = {"page"}.union(alias.asname or alias.name for alias in of_library)
-    for count, node in nodes:
-        is_private = isinstance(node, ast.Attribute) and node.attr.startswith("_")
-        if is_private and ast.unparse(node).partition(".")[0] in names:
-            yield f"cell [{count}] uses {ast.unparse(node)}; allowed: public names"
+    nodes = [node for cell in _code(notebook) for node in ast.walk(ast.parse(cell.source))]
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     if len(imports) > MOST_IMPORTS:
         yield f"{len(imports)} imports; allowed: {MOST_IMPORTS}"
     for node in imports:

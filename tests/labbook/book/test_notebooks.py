@@ -35,7 +35,7 @@ def test_anything_but_literals_is_refused():
     [
         ({"modle_size": "tiny"}, "modle_size", "model_size, edition, context_lengths, "),
         ({"edition": 2024}, "2024", "2025, 2026"),
-        ({"edition": True}, "True", "a whole number"),
+        ({"edition": True}, "True", "int"),
         ({"edition": 2026, "model_size": "2.7B"}, "2.7B", "10B"),
         ({"context_lengths": [128, "256"]}, "256", "a list"),
         ({"context_lengths": []}, "an empty list", "one item or more"),
