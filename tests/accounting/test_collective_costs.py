@@ -1,13 +1,10 @@
 """Collectives: closed forms, and the line that is fitted to times."""
 
-from unittest.mock import Mock
-
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cs336_systems.accounting.collective_costs import MB, fit_alpha_beta, reference_link
+from cs336_systems.accounting.collective_costs import fit_alpha_beta
 
 SIZES = st.floats(1, 1e9)
 TIMES = st.floats(1e-6, 1e2)
@@ -41,22 +38,3 @@ def test_fits_on_the_borders():
     assert superlinear.latency_s == superlinear.half_bandwidth_bytes == 0
     falling = fit_alpha_beta([1e6, 1e7], [2e-3, 1e-3])
     assert falling.bandwidth_gbps == falling.half_bandwidth_bytes == float("inf")
-
-
-def test_the_link_of_a_page_is_fitted_to_one_collective_of_notebook_31():
-    row = {"collective": "all_gather", "world_size": 2, "backend": "nccl", "status": "ok"}
-    rows = [row | {"message_mb": n, "p50_ms": 1 + n} for n in (1, 2, 4)]
-    # What must not count: another collective, more ranks, Gloo, what ran out of memory.
-    for change in (
-        {"collective": "broadcast"},
-        {"world_size": 4},
-        {"backend": "gloo"},
-        {"status": "oom"},
-    ):
-        rows.append(row | {"message_mb": 8, "p50_ms": 100} | change)
-    page = Mock(**{"reference_rows.return_value": pd.DataFrame(rows)})
-    link = reference_link(page, "all_gather")
-    assert link.latency_s == pytest.approx(1e-3)
-    assert link.seconds_per_byte == pytest.approx(1e-3 / MB)
-    problem = "distributed_communication_single_node"
-    page.reference_rows.assert_called_once_with("collective_times", problem)
