@@ -231,6 +231,12 @@ WRONG = {
         "none ahead": [("here + 3", "here + 1")],
         "three ahead": [("here + 3", "here + 4")],
         "none ahead in backward": [("end - 3", "end - 1")],
-        "the farthest first in backward": [("[::-1]", "")],
+        "waits for all of them": [
+            (
+                "here + 3])\n",
+                "here + 3])\n"
+                "        for ahead in self.order[here : here + 3]:\n            ahead.work.wait()\n",
+            )
+        ],
     },
 }
