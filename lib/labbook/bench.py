@@ -41,7 +41,7 @@ class Case(dict):
         try:
             return self[name.removesuffix("_")]
         except KeyError:
-            raise AttributeError(f"the case has no {name!r}; it has {', '.join(self)}") from None
+            raise AttributeError(f"the case has no {name!r}") from None
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def measure(
     """
     options = {"around": around, "errors": errors, "warmup_steps": warmup_steps, "steps": steps}
     where = None if stream else timing.resolve_device(device)
-    waiting: list[list[Case]] = []
+    waiting = []
     for _, same in groupby(cases, key=lambda case: case | {"pass": None}):
         group = []
         for case in same:

@@ -171,7 +171,7 @@ def _core_count() -> int:
 
 def _matmul_tflops(device: torch.device) -> dict[str, float]:
     """Rate of a large square matmul for each dtype that the device is made for, on random numbers."""
-    rates: dict[str, float] = {}
+    rates = {}
     for dtype in _DTYPES:
         if dtype == "tf32" and why_no_tf32(device):
             continue
@@ -269,7 +269,7 @@ def watched_clocks(device: torch.device) -> Iterator[dict[str, float]]:
 
     Samples of an idle GPU do not count. Without an NVIDIA GPU, or without nvidia-smi, nothing is filled in.
     """
-    medians: dict[str, float] = {}
+    medians = {}
     if device.type != "cuda" or not shutil.which("nvidia-smi"):
         yield medians
         return

@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
 from labbook import figure, labels
-from labbook.compare import key_columns, require_one_row_each
+from labbook.compare import require_one_row_each
 from labbook.figure import Drawing, plain_numbers, plot, sheet
 from labbook.labels import STATUS_LABELS, column_label, ordered, quantity, significant, value_label
 from labbook.style import BLUE, MUTED, PAPER, ZONE, palette
@@ -27,20 +27,7 @@ _MANY_POINTS = 40  # beyond which markers would hide their line
 _GROUP_WIDTH = 0.84  # of the distance between two groups of bars
 _STACK_WIDTH = 0.74
 _LABEL_INCHES = 0.36  # the width of a number above a bar
-_MARK_SHARE = 0.063  # of a panel's height: a line of words for what failed
-# Columns along which the rows of one stacked bar may differ: they are what a bar adds up.
-_ADDED = {
-    "range",
-    "kernel",
-    "class",
-    "category",
-    "code",
-    "stage",
-    "module",
-    "tensor",
-    "kind",
-    "point",
-}
+_MARK_SHARE = 0.08  # of the height of the data: a line of words for what failed
 _OUTLINE = withStroke(linewidth=2, foreground=PAPER)
 
 
@@ -77,10 +64,10 @@ def lines(
             figure.log_y(axes, frame[y] if sharey else rows[y])
         else:
             plain_numbers(axes.yaxis)
-    if not logy and frame[y].min() >= 0:
-        panels[0][0].set_ylim(bottom=0)
     if "status" in frame:
         _mark_failures(panels, y, colors)
+    if not logy and frame[y].min() >= 0:
+        panels[0][0].set_ylim(bottom=0)
     legend = _legend(colors, hue, partial(Line2D, [], [], marker="o"))
     if has_band:
         label = "band: 20th to 80th percentile"
@@ -110,9 +97,8 @@ def _places(values: pd.Series) -> pd.Series:
 
 def _has_band(frame: pd.DataFrame, y: str) -> bool:
     """Whether medians have a spread, and one wide enough to be seen."""
-    if y != "p50_ms" or not set(_BAND) <= set(frame):
-        return False
-    return (frame["p80_ms"] > 1.1 * frame["p20_ms"]).any()
+    spread = frame.reindex(columns=_BAND)
+    return y == "p50_ms" and (spread["p80_ms"] > 1.1 * spread["p20_ms"]).any()
 
 
 def _draw_lines(axes: Axes, rows: pd.DataFrame, y: str, colors: Mapping, *, has_band: bool) -> None:
@@ -132,7 +118,6 @@ def _draw_lines(axes: Axes, rows: pd.DataFrame, y: str, colors: Mapping, *, has_
 
 def _mark_failures(panels: Sequence[tuple[Axes, pd.DataFrame]], y: str, colors: Mapping) -> None:
     """The word "OOM" (or "error", "skipped") above the data, in the colour of the line that has none."""
-    most = 0
     for axes, rows in panels:
         failures = rows[rows[y].isna() & rows["status"].isin(STATUS_LABELS)]
         for x, of_place in failures.groupby("_x"):
@@ -141,17 +126,8 @@ def _mark_failures(panels: Sequence[tuple[Axes, pd.DataFrame]], y: str, colors: 
                 style = {"color": colors[value], "size": 8, "weight": "bold"}
                 place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "top"}
                 axes.text(x, 1, "\n" * line + word, **style, **place)
-            most = max(most, len(of_place))
-    if most:
-        _make_room_above(panels[0][0], min(_MARK_SHARE * (most + 1), 0.5))
-
-
-def _make_room_above(axes: Axes, share: float) -> None:
-    """Lengthen the y axis so that its upper `share` is free."""
-    scale = axes.yaxis.get_transform()
-    bottom, top = scale.transform(axes.get_ylim())
-    top += (top - bottom) * share / (1 - share)
-    axes.set_ylim(top=scale.inverted().transform(top))
+            # Room for them above the data; below it there is as much.
+            axes.margins(y=max(axes.margins()[1], _MARK_SHARE * (1 + len(of_place))))
 
 
 @plot
@@ -214,11 +190,9 @@ def stacked_bars(
 ) -> Drawing:
     """A bar for each x, stacked of its parts; with `share` every bar is 100 % and its total stands above it.
 
-    Rows of one bar are added up over ranges, kernels and the like, not over configurations.
+    Rows of one bar are added up, whatever they are of: over ranges, kernels; pass one configuration a bar.
     """
     bar = [facet, x] if facet else [x]
-    keys = [column for column in key_columns(frame) if column not in _ADDED.union(bar, [part])]
-    require_one_row_each(frame[bar + keys].drop_duplicates(), *bar)
     colors = palette(frame[part], part)
     groups = ordered(frame[x], x)
     chart, panels = sheet(frame, facet)
@@ -235,9 +209,8 @@ def stacked_bars(
         texts = [quantity(total, y) if total else "" for total in totals]
         axes.bar_label(axes.containers[-1], texts, padding=3, size=8.5)
         axes.margins(y=0.1)
-    first = panels[0][0]
     if share:
-        first.set_yticks(range(0, 101, 25), [f"{tick} %" for tick in range(0, 101, 25)])
+        panels[0][0].yaxis.set_major_formatter("{x:.0f} %")
     ylabel = "share of time" if share else column_label(y)
     sums = frame.pivot_table(y, bar, part, "sum")
     shares = sums.div(sums.sum(axis=1), axis=0).max()

@@ -38,30 +38,25 @@ class RowError(ValueError):
 
 
 def save_rows(
-    rows: Iterable[Mapping[str, Any]] | pd.DataFrame,
-    slug: str,
-    table: str,
-    machine: str,
-    run: runs.Run | None = None,
+    rows: Iterable[Mapping[str, Any]], slug: str, table: str, machine: str, run: runs.Run
 ) -> Path:
     """Save rows into `figures/<machine>/<slug>/<table>.csv`: each replaces the one that has its key.
 
     In a table with groups they replace all rows of their group.
 
-    rows: key and value columns; a missing one is empty, a missing status is "ok". A given run stays.
+    rows: key and value columns; a missing one is empty, a missing status is "ok".
     slug: of the problem, as in its notebook's name.
     table: one of the project's `tables.yaml`.
     machine: slug of where the rows were measured.
-    run: that measured them; by default a new one.
+    run: that measured them.
     Raises RowError: a row does not fit; the file is left as it was. ValueError: there is no such table.
     PermissionError: the folder cannot be written to.
     """
     path = figures_dir() / _file(machine, slug, table)
     columns = schema().tables[table]
-    records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows
-    batch: list[Row] = []
-    keys: set[str] = set()
-    for record in records:
+    batch = []
+    keys = set()
+    for record in rows:
         try:
             row = checked(record, columns, machine)
             key = ", ".join(f"{name}={row[name]}" for name in columns.keys if name in row)
@@ -70,16 +65,13 @@ def save_rows(
         except ValueError as error:
             raise RowError(f"{_name(path)}, rows[{len(batch)}]: {error}") from None
         keys.add(key)
-        batch.append(row)
+        batch.append(row | {"run": run.name})
     if not batch:
         return path
     make_folder(path.parent)
     with locked(path.parent.parent):
         before = _read(path, table)
-        if any("run" not in row for row in batch):
-            run = run or runs.Run(slug, machine)
-            run.write()
-            batch = [{"run": run.name} | row for row in batch]
+        run.write()
         after = _replaced(before, batch, columns)
         write_atomically(path, after.to_csv(index=False, lineterminator="\n"))
         runs.remove_unused(machine, set(before["run"]) - set(after["run"]) - {""})
@@ -119,7 +111,7 @@ def load_rows(slug: str, machine: str, table: str) -> pd.DataFrame:
 
 def run_counts(slug: str, machine: str) -> Counter[tuple[str, str]]:
     """How many rows of each table of a problem each run measured on a machine; "" is an unknown one."""
-    counts: Counter[tuple[str, str]] = Counter()
+    counts = Counter()
     for table in schema().tables:
         path = find(machine, slug, f"{table}.csv")
         if path.exists():
@@ -147,7 +139,7 @@ def checked(record: Mapping[str, Any], columns: Table, machine: str) -> Row:
         if not (is_known or value == "" or pd.isna(value)):  # of a frame with more columns
             allowed = ", ".join(columns.keys | columns.values)
             raise ValueError(f"there is no column {name!r}; allowed: {allowed}")
-    row: Row = {"status": "ok"}
+    row = {"status": "ok"}
     for name, kind in columns.types.items():
         try:
             value = _stored(name, kind, record.get(name))
@@ -238,7 +230,7 @@ def _damaged(path: Path, message: object) -> RowError:
 
 def _typed(fields: pd.Series, kind: str, path: Path) -> pd.Series:
     """The values of a column of a file."""
-    values: dict[str, Any] = {}
+    values = {}
     for text in fields.unique():
         value = text or None
         # Text is as it is; what cannot be read is refused as it is.

@@ -66,7 +66,7 @@ def _table(declared: dict[str, Any], shared: dict[str, str]) -> Table:
 
 def _columns(text: str, default: str, shared: dict[str, str]) -> dict[str, str]:
     """The types of declared columns, "name name:int $several", by name."""
-    types: dict[str, str] = {}
+    types = {}
     for word in text.split():
         name, _, kind = word.partition(":")
         if name.startswith("$"):

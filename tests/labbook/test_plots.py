@@ -129,10 +129,6 @@ def test_stacks_add_up_ranges_to_their_whole(shares):
     chart = stacked_bars(shares, "context_length", share=True)
     parts = list(heights(chart).values())
     assert np.sum(parts, axis=0).tolist() == pytest.approx([100, 100])
-    larger = shares.assign(model_size="large")
-    both = pd.concat([shares, larger])
-    with pytest.raises(ValueError, match=r"context_length=128.* model_size \(small, large\)"):
-        stacked_bars(both, "context_length")
 
 
 def boxes(chart, color) -> list[list[float]]:

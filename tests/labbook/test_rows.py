@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from labbook.project import project, read_yaml
 from labbook.rows import RowError, load_rows, save_rows
+from labbook.runs import Run
 from labbook.schema import schema
 
 SLUG = "benchmarking_script"
 MACHINE = "testbox"
 TABLE = "model_times"
-
+RUN = Run(SLUG, MACHINE)
 
 pytestmark = pytest.mark.usefixtures("figures")
 
@@ -42,7 +43,7 @@ def kernel(name="gemm", ms=1.0, profiler="nsys", **columns):
 
 
 def save(*rows, table=TABLE, machine=MACHINE) -> Path:
-    return save_rows(list(rows), SLUG, table, machine)
+    return save_rows(rows, SLUG, table, machine, RUN)
 
 
 def load(table=TABLE, machine=MACHINE) -> pd.DataFrame:
@@ -102,7 +103,7 @@ def test_any_row_of_any_table_survives_the_file(table, data):
             assert (kept or "") == " ".join(given_value.split())
         else:
             assert pd.isna(kept) if given_value is None else kept == given_value
-    save_rows(loaded, SLUG, table, machine)
+    save(*loaded.to_dict("records"), table=table, machine=machine)
     assert path.read_bytes() == first
 
 
@@ -206,7 +207,7 @@ def test_a_damaged_file_is_refused_by_file_and_line_and_left_as_it_is(damage, to
 
 def test_an_unknown_table_is_refused():
     with pytest.raises(ValueError, match="unknown table 'model_tims'; allowed: "):
-        save_rows([row()], SLUG, "model_tims", MACHINE)
+        save(row(), table="model_tims")
 
 
 # Nothing is lost.
@@ -214,12 +215,14 @@ def test_an_unknown_table_is_refused():
 SAVE = f"""
 import sys
 from labbook.rows import save_rows
+from labbook.runs import Run
 first, count, rows = map(int, sys.argv[1:])
 print("ready", flush=True)
 sys.stdin.readline()
 for i in range(first, first + count):
     row = {{"model_size": str(i), "profiler": "nsys", "total_ms": i}}
-    save_rows([row | {{"kernel": "k" * 90 + str(k)}} for k in range(rows)], "{SLUG}", "kernels", "{MACHINE}")
+    rows_of = [row | {{"kernel": "k" * 90 + str(k)}} for k in range(rows)]
+    save_rows(rows_of, "{SLUG}", "kernels", "{MACHINE}", Run("{SLUG}", "{MACHINE}"))
     print(i, flush=True)
 """
 DIE_IN_THE_EIGHTH_WRITE = """

@@ -34,7 +34,6 @@ CATEGORIES = [
 ]
 
 Owners = Mapping[int, tuple[str, int]]  # address of a storage: its category and its bytes
-Change = tuple[float, int, int, str]  # time in microseconds, address, bytes (negative: freed), code
 _TIMES = ["start_ns", "end_ns"]
 
 
@@ -125,7 +124,8 @@ def read_snapshot(snapshot: Mapping[str, Any], before: Owners, after: Owners) ->
 _SIGNS = {"alloc": 1, "free_requested": -1}
 
 
-def _change(event: Mapping[str, Any]) -> Change:
+def _change(event: Mapping[str, Any]) -> tuple:
+    """Time in microseconds, address, bytes (negative: freed), and code."""
     frames = event.get("frames", ())
     stack = ((frame["filename"], frame["line"], frame["name"]) for frame in frames)
     size = _SIGNS[event["action"]] * event["size"]
@@ -167,15 +167,11 @@ def read_memory_trace(path: Path, before: Owners, after: Owners) -> MemoryHistor
 
 
 def _history(
-    changes: list[Change],
-    ranges: pd.DataFrame,
-    before: Owners,
-    after: Owners,
-    alive: Mapping[int, int],
+    changes: list, ranges: pd.DataFrame, before: Owners, after: Owners, alive: Mapping[int, int]
 ) -> MemoryHistory:
     """Pair allocations with their frees, and find an owner for each.
 
-    ranges: as in a `Profile`, but in microseconds.
+    changes: as `_change` gives them. ranges: as in a `Profile`, but in microseconds.
     before, after: owners when the recording began and ended.
     alive: bytes by address of what lived when the recording ended, or had lived before it.
     """
@@ -190,7 +186,7 @@ def _history(
     return MemoryHistory(allocations, stages)
 
 
-def _pairs(changes: list[Change], alive: Mapping[int, int]) -> pd.DataFrame:
+def _pairs(changes: list, alive: Mapping[int, int]) -> pd.DataFrame:
     """A row for each allocation, until what comes next at its address: that frees it."""
     changes = sorted(changes, key=itemgetter(0))
     first_size = {address: size for _, address, size, _ in reversed(changes)}
@@ -252,8 +248,7 @@ def _changes(allocations: pd.DataFrame, start_us: float) -> pd.DataFrame:
     changes = pd.concat([births, deaths[deaths.at_us < np.inf]])
     changes["at_us"] = changes.at_us.clip(lower=start_us)
     sums = changes.pivot_table("size_bytes", "at_us", "category", "sum")
-    sums = sums.reindex(columns=CATEGORIES).fillna(0)
-    return sums.rename_axis(index=None, columns=None)
+    return sums.reindex(columns=CATEGORIES).fillna(0)
 
 
 def timeline_rows(held: pd.DataFrame) -> list[dict[str, Any]]:
@@ -271,17 +266,16 @@ def timeline_of_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """The timeline that `timeline_rows` made these rows of, by point; they must be of one recording."""
     rows = rows.assign(stage=rows["stage"].fillna(""))
     held = rows.pivot(index=["point", "at_ms", "stage"], columns="category", values="size_mib")
-    held = held.reindex(columns=CATEGORIES).ffill().fillna(0.0).rename_axis(columns=None)
-    return held.reset_index().set_index("point").rename_axis(None)
+    held = held.reindex(columns=CATEGORIES).ffill().fillna(0.0)
+    return held.reset_index(["at_ms", "stage"])
 
 
 def stage_peaks(history: MemoryHistory) -> pd.DataFrame:
-    """For each stage the moment of its largest total: stage, at_ms, a column per category (MiB), total."""
+    """For each stage the moment of its largest total: at_ms, stage, a column per category (MiB), total."""
     held = timeline(history, points=None)
     held["total"] = held[CATEGORIES].sum(axis=1)
     of_stages = held[held.stage != ""].groupby("stage", sort=False)
-    columns = ["stage", "at_ms"] + CATEGORIES + ["total"]
-    return held.loc[of_stages.total.idxmax(), columns].reset_index(drop=True)
+    return held.loc[of_stages.total.idxmax()].reset_index(drop=True)
 
 
 def largest_allocations(history: MemoryHistory) -> pd.DataFrame:
@@ -294,5 +288,4 @@ def largest_allocations(history: MemoryHistory) -> pd.DataFrame:
     layers = allocations.range.str.replace(r"\.\d+", ".*", regex=True)
     sizes = allocations.assign(range=layers, size_mib=allocations.size_bytes / MIB)
     counts = sizes.value_counts(["size_mib", "category", "range", "code"]).reset_index()
-    counts = counts.sort_values(["size_mib", "count"], ascending=False, ignore_index=True)
-    return counts.head(10)
+    return counts.nlargest(10, ["size_mib", "count"]).reset_index(drop=True)

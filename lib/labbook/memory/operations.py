@@ -94,13 +94,13 @@ def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
     Parameters and buffers are not counted: they are there anyway. Inputs are. As in `saved_bytes`, attributes
     of a ctx and what a selective checkpoint keeps are not seen.
     Returns one row a storage, the largest first: module (path in `module`), operation that saved it first,
-    code (see `own_line`), size_bytes, dtype.
+    code (see `own_line`), size_bytes.
     """
     owned_tensors = chain(module.parameters(), module.buffers())
     owned = {tensor.untyped_storage().data_ptr() for tensor in owned_tensors}
     modules = {id(child): name for name, child in module.named_modules()}
-    storages: dict[int, tuple] = {}
-    running: list[str] = []  # functions of PyTorch, the innermost last
+    storages = {}
+    running = []  # functions of PyTorch, the innermost last
 
     class Operations(TorchFunctionMode):
         def __torch_function__(self, function: Callable, types, args=(), kwargs=None) -> Any:
@@ -121,15 +121,13 @@ def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
                     break
             code = own_line(stack)
             operation = running[-1] if running else code.partition(": ")[0].rpartition(" ")[2]
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            name = modules.get(owner, "")
-            storages[address] = (name, operation, code, storage.nbytes(), dtype)
+            storages[address] = (modules.get(owner, ""), operation, code, storage.nbytes())
         return tensor.detach()  # as in `saved_bytes`
 
     with saved_tensors_hooks(pack, lambda tensor: tensor), Operations():
         output = module(*inputs)
     del output  # kept until here: what a freed graph saved would be freed too
-    columns = ["module", "operation", "code", "size_bytes", "dtype"]
+    columns = ["module", "operation", "code", "size_bytes"]
     frame = pd.DataFrame(storages.values(), columns=columns)
     return frame.sort_values("size_bytes", ascending=False, kind="stable", ignore_index=True)
 
@@ -222,7 +220,7 @@ def sum_of_rooflines_ms(
 
 def _sizes(tree: Any) -> Counter[int]:
     """Bytes of the distinct elements by storage: what is expanded, or given twice, passes once."""
-    sizes: Counter[int] = Counter()
+    sizes = Counter()
     for tensor in (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)):
         storage = tensor.untyped_storage()
         sizes[storage._cdata] = min(sizes[storage._cdata] + tensor.nbytes, storage.nbytes())

@@ -98,12 +98,9 @@ def lane_rows(
     rows = []
     for lane, spans in lanes.sort_values("start_ms").groupby("lane", sort=False):
         turn = (spans.range != spans.range.shift()).cumsum()  # a stage may come back
-        turns = [
-            covered(of_turn, gap_ms).assign(range=of_turn.range.iloc[0])
-            for _, of_turn in spans.groupby(turn.to_numpy())
-        ]
-        closed = pd.concat(turns, ignore_index=True).round(3)
-        closed = closed.assign(**key, lane=lane, span=closed.index)
+        turns = spans.groupby([turn, spans.range], sort=False)
+        closed = turns[_TIMES].apply(covered, gap_ms).reset_index("range").round(3)
+        closed = closed.assign(**key, lane=lane, span=range(len(closed)))
         rows += closed.to_dict("records")
     return rows
 

@@ -57,16 +57,13 @@ _COPY = "CASE copyKind WHEN 1 THEN 'HtoD' WHEN 2 THEN 'DtoH' WHEN 8 THEN 'DtoD' 
 _RANGES = (
     "NVTX_EVENTS WHERE eventType IN (59, 60) AND coalesce(domainId, 0) = 0 AND start IS NOT NULL"
 )
+_CALL = ("globalTid", "-1", "correlationId")
 _ACTIVITY = ("globalPid", "streamId", "correlationId")
 # By its table: kind, name, and thread, stream and correlation of an event. Ranges are push-pop and start-end,
 # of the default domain: libraries annotate in their own. By default a CUDA graph is traced as a whole.
 _TABLES = {
     _RANGES: ("range", f"coalesce(text, {_STRING('textId')})", ("globalTid", "-1", "NULL")),
-    "CUPTI_ACTIVITY_KIND_RUNTIME": (
-        "call",
-        _STRING("nameId"),
-        ("globalTid", "-1", "correlationId"),
-    ),
+    "CUPTI_ACTIVITY_KIND_RUNTIME": ("call", _STRING("nameId"), _CALL),
     "CUPTI_ACTIVITY_KIND_KERNEL": ("kernel", _STRING("demangledName"), _ACTIVITY),
     "CUPTI_ACTIVITY_KIND_MEMCPY": ("memcpy", f"'Memcpy ' || {_COPY} ELSE 'other' END", _ACTIVITY),
     "CUPTI_ACTIVITY_KIND_MEMSET": ("memset", "'Memset'", _ACTIVITY),
@@ -92,10 +89,7 @@ def read_export(path: Path) -> Profile:
             events = _events(export, path.name)
     except (sqlite3.DatabaseError, pd.errors.DatabaseError) as error:
         kind = "damaged or no SQLite export of Nsight Systems 2021.2 or newer"
-        command = f"nsys export --type=sqlite {path.stem}.nsys-rep"
-        raise ProfileError(
-            f"{path.name} is {kind} ({error}); export the report again: {command}"
-        ) from None
+        raise ProfileError(f"{path.name} is {kind} ({error}); export the report again") from None
     profile = Profile(complete(events, path.name))
     profile.calls["name"] = profile.calls.name.str.replace(r"_v\d+$", "", regex=True)
     return profile
