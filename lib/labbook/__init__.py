@@ -1,7 +1,6 @@
 """How a number becomes a row, a plot, a sentence; and how notebooks are run. Knows nothing of the course."""
 
 from importlib import import_module
-from typing import Any
 
 _NAMES = {  # by their module, which is imported when one is used
     "answers": "Claim answer between claim gib guessed ms one percent plural ratio_text show_source solution",
@@ -25,7 +24,7 @@ _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names
 __all__ = list(_MODULE_OF)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name):
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

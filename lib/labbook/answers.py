@@ -6,10 +6,9 @@ And the library's own code, shown as Markdown.
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -29,7 +28,7 @@ class Claim:
     description: str
     holds: bool | np.bool_
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         if not isinstance(self.holds, bool | np.bool_):
             kind = f"{self.description!r} is {type(self.holds).__name__}"
             raise TypeError(f"{kind}, not a truth value; use .all() or .any() on several")
@@ -54,7 +53,7 @@ def solution(exercise: int, text: str, *claims: Claim) -> None:
     display.display(display.Markdown(f"{summary}\n\n{text}{folded}\n\n</details>"))
 
 
-def _checked(what: str, claims: Sequence[Claim]) -> str:
+def _checked(what, claims):
     """The claims, folded, if each holds."""
     broken = [claim.description for claim in claims if not claim.holds]
     if broken:
@@ -131,7 +130,7 @@ def percent(share: float) -> str:
     return f"{significant(share * 100)}%"
 
 
-def guessed(guess: object, text: Callable[[Any], str] = str) -> str:
+def guessed(guess: object, text: Callable = str) -> str:
     """ " (you guessed 4 ms)", where the reader guessed something."""
     return "" if guess is None else f" (you guessed {text(guess)})"
 

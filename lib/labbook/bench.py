@@ -12,7 +12,7 @@ process its memory is given back, over several ranks the processes are started a
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, product
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from labbook import ranks, timing
-from labbook.rows import Row
 from labbook.timing import MIB, Timing
 
 TIMEOUT_S = 3600  # of one start of processes
@@ -37,7 +36,7 @@ class Case(dict):
 
     device: torch.device
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         try:
             return self[name.removesuffix("_")]
         except KeyError:
@@ -60,14 +59,14 @@ class Step:
     least_bytes: that the set-up itself keeps allocated. A peak below it is an error and no row.
     """
 
-    run: Callable[..., Any]
-    prepare: Callable[[], Any] | None = None
+    run: Callable
+    prepare: Callable | None = None
     compiled: bool = False
     cold: bool = False
     clear: Sequence[Tensor] = ()
-    also: Mapping[str, "Step | Callable[[], Any]"] = field(default_factory=dict)
-    values: Callable[[], Mapping[str, Any]] | None = None
-    together: Mapping[str, Any] = field(default_factory=dict)
+    also: Mapping = field(default_factory=dict)
+    values: Callable | None = None
+    together: Mapping = field(default_factory=dict)
     least_bytes: int = 0
 
     def timed(
@@ -95,7 +94,7 @@ class Step:
         return columns
 
 
-Setup = Callable[..., Mapping[str, Step]]
+Setup = Callable  # of a case, and over ranks of its context: the step of each pass
 
 
 def grid(**columns: Any) -> list[Case]:
@@ -109,15 +108,15 @@ def measure(
     cases: Iterable[Case],
     setup: Setup,
     *,
-    around: Callable[[Case], AbstractContextManager] = nullcontext,
-    skip: Callable[[Case], str] | None = None,
-    kept: Callable[[Case], bool] | None = None,
+    around: Callable = nullcontext,
+    skip: Callable | None = None,
+    kept: Callable | None = None,
     errors: type[Exception] | tuple[()] = (),
-    stream: Callable[..., Iterator[Any]] | None = None,
+    stream: Callable | None = None,
     device: str | torch.device = "auto",
     warmup_steps: int = 5,
     steps: int = 10,
-) -> Iterator[list[Row]]:
+) -> Iterator[list[dict]]:
     """Time each case; yields the rows of the cases that share a set-up, those that differ in `pass` alone.
 
     setup: called with the first of such cases, returns the step of each `pass` ("" without that column);
@@ -157,9 +156,7 @@ def measure(
         yield from _over_ranks(list(groups), setup, options, start)
 
 
-def _measured(
-    group: list[Case], setup: Setup, options: Mapping[str, Any], context: Any = None
-) -> list[Row]:
+def _measured(group, setup, options, context=None):
     """Rows of the cases of one set-up, in this process, or on a rank, which has a context."""
     first = group[0]
     with timing.matmul_precision(first.get("dtype", "float32")), options["around"](first):
@@ -174,7 +171,7 @@ def _measured(
     return rows
 
 
-def _timed_in_process(group: list[Case], setup: Setup, options: Mapping[str, Any]) -> list[Row]:
+def _timed_in_process(group, setup, options):
     """The same; what runs out of memory is a row."""
     first = group[0]
     steps, failure = _attempt(partial(setup, first), first.device, options["errors"])
@@ -188,9 +185,7 @@ def _timed_in_process(group: list[Case], setup: Setup, options: Mapping[str, Any
     return rows
 
 
-def _attempt(
-    function: Callable[[], Any], device: torch.device, errors: type[Exception] | tuple[()]
-) -> tuple[Any, Timing | None]:
+def _attempt(function, device, errors):
     """What a function returns, or else what stands for its times in a row."""
     try:
         result, reason = timing.run_or_out_of_memory(function, device)
@@ -201,9 +196,7 @@ def _attempt(
     return result, Timing(status="oom", reason=reason) if reason else None
 
 
-def _timed(
-    case: Case, steps: Mapping[str, Step], options: Mapping[str, Any], context: Any = None
-) -> Row:
+def _timed(case, steps, options, context=None):
     """The row of a case whose set-up has made these steps."""
     step = steps[case.get("pass", "")]
     counts = {name: case.get(name, options[name]) for name in ("warmup_steps", "steps")}
@@ -224,7 +217,7 @@ def _timed(
     return _row(case, times, **values)
 
 
-def _over_ranks(groups: list, setup: Setup, options: dict, start: Callable) -> Iterator[list[Row]]:
+def _over_ranks(groups, setup, options, start):
     """Start the processes, and again for what is left whenever a rank ran out of memory."""
     while groups:
         try:
@@ -242,7 +235,7 @@ def _over_ranks(groups: list, setup: Setup, options: dict, start: Callable) -> I
         groups = groups[1:]
 
 
-def _on_rank(context: Any, groups: list[list[Case]], setup: Setup, options: dict) -> None:
+def _on_rank(context, groups, setup, options):
     """What each rank does with the cases, all in the same order; rank 0 sends the rows of each group."""
     for group in groups:
         for case in group:
@@ -250,7 +243,7 @@ def _on_rank(context: Any, groups: list[list[Case]], setup: Setup, options: dict
         context.send(_measured(group, setup, options, context))
 
 
-def _row(case: Case, times: Timing, **values: Any) -> Row:
+def _row(case, times, **values):
     """The key columns, times and other values of a case, without what it does not have."""
     columns = case | times.as_row() | values
     return {name: value for name, value in columns.items() if value is not None}

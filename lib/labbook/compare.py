@@ -17,7 +17,7 @@ def key_columns(frame: pd.DataFrame) -> list[str]:
     ]
 
 
-def _is_value(column: pd.Series) -> bool:
+def _is_value(column):
     """Whether a column that no table has is a result, by its numbers or its name."""
     _, _, end = column.name.rpartition("_")
     return column.dtype.kind == "f" or end == "status" or end in UNITS

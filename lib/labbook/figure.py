@@ -4,7 +4,7 @@ import io
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -14,8 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.legend import Legend
-from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from PIL import Image
 
@@ -52,7 +50,7 @@ class Chart(Figure):
             self._png = buffer.getvalue()
         return self._png
 
-    def _ipython_display_(self) -> None:
+    def _ipython_display_(self):
         # The text stands for the picture where notebooks are compared: it says nothing that could change.
         bundle = {"image/png": self.png(), "text/plain": "<figure>"}
         metadata = {"image/png": {"width": _SHOWN_WIDTH, "alt": self.title}}
@@ -68,7 +66,7 @@ class Drawing(NamedTuple):
     ylabel: str = ""
 
 
-def plot(draw: Callable[..., Drawing | None]) -> Callable[..., Chart]:
+def plot(draw: Callable) -> Callable:
     """Make a plot of a function that draws panels from rows: in our style, with the words around the panels.
 
     The plot has more keyword arguments than the function: title (the finding), subtitle (what was measured,
@@ -77,14 +75,14 @@ def plot(draw: Callable[..., Drawing | None]) -> Callable[..., Chart]:
 
     @wraps(draw)
     def draw_with_words(
-        frame: pd.DataFrame,
-        *args: Any,
-        title: str = "",
-        subtitle: str = "",
-        xlabel: str = "",
-        ylabel: str = "",
-        **options: Any,
-    ) -> Chart:
+        frame,
+        *args,
+        title="",
+        subtitle="",
+        xlabel="",
+        ylabel="",
+        **options,
+    ):
         with in_style():
             drawing = None if frame.empty else draw(frame, *args, **options)
             if drawing is None:
@@ -95,14 +93,14 @@ def plot(draw: Callable[..., Drawing | None]) -> Callable[..., Chart]:
     return draw_with_words
 
 
-def _empty_chart() -> Chart:
+def _empty_chart():
     chart, ((axes, _),) = sheet(height=1.2)
     axes.set(facecolor=ZONE, xticks=[], yticks=[])
     axes.text(0.5, 0.5, NO_ROWS, ha="center", va="center", color=MUTED)
     return chart
 
 
-def _label_axes(chart: Chart, xlabel: str, ylabel: str) -> None:
+def _label_axes(chart, xlabel, ylabel):
     """Name the x axis of the lowest panel of each column, and the y axis of the first of each row."""
     lowest = {axes.get_subplotspec().colspan.start: axes for axes in chart.axes}
     for axes in chart.axes:
@@ -110,7 +108,7 @@ def _label_axes(chart: Chart, xlabel: str, ylabel: str) -> None:
         axes.set_ylabel(ylabel if axes.get_subplotspec().is_first_col() else "")
 
 
-def _with_header(chart: Chart, handles: Sequence[Artist], title: str, subtitle: str) -> Chart:
+def _with_header(chart, handles, title, subtitle):
     """Put title and legend above the panels, which keep their size; lay out once, then freeze."""
     chart.title = title
     panels = chart.get_figheight()
@@ -134,20 +132,20 @@ def _with_header(chart: Chart, handles: Sequence[Artist], title: str, subtitle: 
     return chart
 
 
-def _line_count(heading: Text) -> int:
+def _line_count(heading):
     return len(heading.get_text().splitlines())
 
 
-def _heading(chart: Chart, text: str, columns: int, **font: Any) -> Text:
+def _heading(chart, text, columns, **font):
     """The text at the left, in lines of so many characters, or as many fewer as do not run off."""
-    heading = chart.text(_EDGE / WIDTH, 0, "\n".join(textwrap.wrap(text, columns)), **font)
+    heading = chart.text(_EDGE / WIDTH, 0, textwrap.fill(text, columns), **font)
     while _runs_off(heading, chart):
         columns -= 1
-        heading.set_text("\n".join(textwrap.wrap(text, columns)))
+        heading.set_text(textwrap.fill(text, columns))
     return heading
 
 
-def _legend(chart: Chart, handles: Sequence[Artist]) -> Legend:
+def _legend(chart, handles):
     """One line of legend; more lines when it would run off the figure."""
     for columns in range(len(handles), 0, -1):
         legend = chart.legend(handles=handles, ncols=columns)
@@ -157,7 +155,7 @@ def _legend(chart: Chart, handles: Sequence[Artist]) -> Legend:
         legend.remove()
 
 
-def _runs_off(artist: Artist, chart: Chart) -> bool:
+def _runs_off(artist, chart):
     return artist.get_window_extent().width >= (WIDTH - 2 * _EDGE) * chart.dpi
 
 
@@ -167,7 +165,7 @@ def sheet(
     *,
     height: float = 3.7,
     sharey: bool = True,
-) -> tuple[Chart, list[tuple[Axes, pd.DataFrame]]]:
+) -> tuple[Chart, list]:
     """A chart, and its panels with their rows: a wide one, or one for each value of `facet`."""
     values = ordered(frame[facet], facet) if facet else [None]
     columns = 2 if len(values) == 4 else min(len(values), 3)
@@ -214,7 +212,7 @@ def log_y(axes: Axes, values: pd.Series) -> None:
     plain_numbers(axes.yaxis)
 
 
-def _log_scale(set_scale: Callable, values: pd.Series, base: int) -> None:
+def _log_scale(set_scale, values, base):
     """A logarithmic scale; where it would lose zeros it is linear below the smallest positive number."""
     if values.min() > 0:
         set_scale("log", base=base)
@@ -228,5 +226,5 @@ def plain_numbers(axis: Axis, column: str = "") -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: text(float(value))))
 
 
-def _plain(value: float) -> str:
+def _plain(value):
     return f"{value:.1e}".replace(".0e", "e") if 0 < abs(value) < 9e-4 else f"{value:,.7g}"

@@ -6,9 +6,7 @@ What a project calls its values and columns is the `VOCABULARY` of its `notebook
 import math
 import runpy
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -49,17 +47,17 @@ class Column(NamedTuple):
 
     label: str = ""
     short: str = ""
-    text: Callable[[Any], str] | None = None
+    text: Callable | None = None
 
 
-@dataclass(frozen=True)
 class Vocabulary:
     """What a project calls its values and columns; each method says more of it."""
 
-    families: dict[str, list[dict[str, Named]]] = field(default_factory=dict)  # of a column
-    labels: dict[str, str] = field(default_factory=dict)  # of a value
-    columns: dict[str, Column] = field(default_factory=dict)
-    derivations: dict[str, tuple[list[str], Callable]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.families = {}  # of a column: for each family what is `Named` by value
+        self.labels = {}  # of a value
+        self.columns = {}
+        self.derivations = {}
 
     def family(self, columns: str, lines: str) -> None:
         """Values of some columns that belong together, in their order: lines "value | label | colour".
@@ -79,7 +77,7 @@ class Vocabulary:
         """What is said of a column: the fields of `Column`."""
         self.columns[name] = Column(*said, **more)
 
-    def derived(self, name: str, columns: str, label: Callable[..., str]) -> None:
+    def derived(self, name: str, columns: str, label: Callable) -> None:
         """A column that a page adds to rows that have all of `columns`: `label` of their values."""
         self.derivations[name] = columns.split(), label
 
@@ -90,7 +88,7 @@ def vocabulary() -> Vocabulary:
 
 
 @cache
-def _vocabulary(path: Path) -> Vocabulary:
+def _vocabulary(path):
     return runpy.run_path(str(path))["VOCABULARY"] if path.is_file() else Vocabulary()
 
 
@@ -166,8 +164,8 @@ def ordered(values: Iterable[Hashable], column: str | None = None) -> list:
     return distinct if has_text else sorted(distinct)
 
 
-def significant(value: float, digits: int = 3) -> str:
-    """A number with `digits` significant digits, never in powers of ten: 0.0635, 33.3, 16,500.
+def significant(value: float) -> str:
+    """A number with three significant digits, never in powers of ten: 0.0635, 33.3, 16,500.
 
     Below 10,000 all digits before the point are shown, as tables do: 4,417.
     """
@@ -175,7 +173,7 @@ def significant(value: float, digits: int = 3) -> str:
         return MISSING
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
-    decimals = digits - 1 - math.floor(math.log10(abs(value)))
+    decimals = 2 - math.floor(math.log10(abs(value)))
     decimals = max(decimals, 0) if abs(value) < 1e4 else decimals
     return f"{round(float(value), decimals):,.{max(decimals, 0)}f}"
 

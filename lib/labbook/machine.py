@@ -53,7 +53,7 @@ class MachineCard:
     copy_gbps: float
     measured_at: str = field(default_factory=now)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.line()  # which fails where a file was damaged
 
     def line(self) -> str:
@@ -139,37 +139,37 @@ def machine_slug(gpu: str, cpu: str, cores: int, gpus: int = 1) -> str:
     return f"my-{slug}" if is_anothers else slug
 
 
-def _describe(device: torch.device, several: bool) -> dict:
+def _describe(device, several):
     """The part of a card that is looked up; the processor's model is without a word about the host."""
     facts = {"gpu": "none", "gpu_memory_gib": None, "sm_count": None}
-    gpus = torch.cuda.device_count() if several and device.type == "cuda" else 1
+    facts |= {"cpu": _cpu_model(), "cores": _core_count()}
+    facts["memory_gib"] = round(memory_bytes() / GIB, 1)
+    gpus = 1
     if device.type == "cuda":
+        gpus = torch.cuda.device_count() if several else 1
         properties = torch.cuda.get_device_properties(device)
         facts["gpu"] = properties.name
         facts["gpu_memory_gib"] = round(properties.total_memory / GIB, 1)
         facts["sm_count"] = properties.multi_processor_count
-    facts["cpu"] = _cpu_model()
-    facts["cores"] = _core_count()
-    facts["memory_gib"] = round(memory_bytes() / GIB, 1)
     facts["slug"] = machine_slug(facts["gpu"], facts["cpu"], facts["cores"], gpus)
     return facts | versions()
 
 
-def _cpu_model() -> str:
+def _cpu_model():
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return model[1].strip() if model else platform.processor() or platform.machine()
 
 
-def _core_count() -> int:
+def _core_count():
     """The cores that this process may use; macOS tells only how many there are."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def _matmul_tflops(device: torch.device) -> dict[str, float]:
+def _matmul_tflops(device):
     """Rate of a large square matmul for each dtype that the device is made for, on random numbers."""
     rates = {}
     for dtype in _DTYPES:
@@ -183,7 +183,7 @@ def _matmul_tflops(device: torch.device) -> dict[str, float]:
     return rates
 
 
-def _matmul_rate(dtype: str, size: int, device: torch.device, steps: int) -> float:
+def _matmul_rate(dtype, size, device, steps):
     """TFLOP/s of one (size, size) by (size, size) matmul: 2 size^3 operations in the median time."""
     kind = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
     a, b = (torch.randn(size, size, device=device, dtype=kind) for _ in range(2))
@@ -195,7 +195,7 @@ def _matmul_rate(dtype: str, size: int, device: torch.device, steps: int) -> flo
     return float(f"{2 * size**3 / timing.p50_ms / 1e9:.4g}")
 
 
-def _copy_gbps(device: torch.device) -> float:
+def _copy_gbps(device):
     """GB/s of a copy too large for any cache, the bytes read and the bytes written counted."""
     if device.type == "cuda":
         size = min(4 * GIB, torch.cuda.mem_get_info()[0] // 4)

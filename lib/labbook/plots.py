@@ -5,13 +5,10 @@ panel each. Two rows in one place (x, hue, facet) are refused: the ValueError na
 """
 
 import textwrap
-from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 import pandas as pd
-from matplotlib.artist import Artist
-from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
@@ -31,7 +28,7 @@ _MARK_SHARE = 0.08  # of the height of the data: a line of words for what failed
 _OUTLINE = withStroke(linewidth=2, foreground=PAPER)
 
 
-def _with_hue(frame: pd.DataFrame, hue: str | None) -> tuple[pd.DataFrame, dict[Hashable, str]]:
+def _with_hue(frame, hue):
     """The rows with `_hue`, by which they are told apart, and a colour for each of its values."""
     colors = palette(frame[hue], hue) if hue else {"": BLUE}
     return frame.assign(_hue=frame[hue] if hue else ""), colors
@@ -75,7 +72,7 @@ def lines(
     return Drawing(chart, legend, column_label(x), column_label(y))
 
 
-def _legend(colors: Mapping, column: str | None, entry: Callable = Patch) -> list[Artist]:
+def _legend(colors, column, entry=Patch):
     """An entry for each value of the column; none without a column."""
     if column is None:
         return []
@@ -83,25 +80,25 @@ def _legend(colors: Mapping, column: str | None, entry: Callable = Patch) -> lis
     return [entry(color=color, label=named(column, value)) for value, color in colors.items()]
 
 
-def _visible(colors: Mapping, shares: pd.Series) -> dict[Hashable, str]:
+def _visible(colors, shares):
     """The colours of what takes more than a thousandth: less needs no place in a legend."""
     return {value: color for value, color in colors.items() if shares.get(value, 0) > 1e-3}
 
 
-def _places(values: pd.Series) -> pd.Series:
+def _places(values):
     """Where values stand on an x axis: numbers at themselves, text at equal distances."""
     names = ordered(values, values.name)
     is_text = any(isinstance(name, str) for name in names)
     return values.map(names.index) if is_text else values
 
 
-def _has_band(frame: pd.DataFrame, y: str) -> bool:
+def _has_band(frame, y):
     """Whether medians have a spread, and one wide enough to be seen."""
     spread = frame.reindex(columns=_BAND)
     return y == "p50_ms" and (spread["p80_ms"] > 1.1 * spread["p20_ms"]).any()
 
 
-def _draw_lines(axes: Axes, rows: pd.DataFrame, y: str, colors: Mapping, *, has_band: bool) -> None:
+def _draw_lines(axes, rows, y, colors, *, has_band):
     points = rows.dropna(subset=["_x", y]).sort_values("_x").groupby("_hue")
     marker = "" if (points.size() > _MANY_POINTS).any() else "o"
     line_of = dict(iter(points))
@@ -116,16 +113,24 @@ def _draw_lines(axes: Axes, rows: pd.DataFrame, y: str, colors: Mapping, *, has_
             axes.fill_between(*edges, color=color, alpha=0.16, lw=0)
 
 
-def _mark_failures(panels: Sequence[tuple[Axes, pd.DataFrame]], y: str, colors: Mapping) -> None:
+def _mark_failures(panels, y, colors):
     """The word "OOM" (or "error", "skipped") above the data, in the colour of the line that has none."""
     for axes, rows in panels:
         failures = rows[rows[y].isna() & rows["status"].isin(STATUS_LABELS)]
         for x, of_place in failures.groupby("_x"):
             words = of_place["status"].map(STATUS_LABELS)
             for line, (value, word) in enumerate(zip(of_place["_hue"], words, strict=True)):
-                style = {"color": colors[value], "size": 8, "weight": "bold"}
-                place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "top"}
-                axes.text(x, 1, "\n" * line + word, **style, **place)
+                axes.text(
+                    x,
+                    1,
+                    "\n" * line + word,
+                    transform=axes.get_xaxis_transform(),
+                    color=colors[value],
+                    size=8,
+                    weight="bold",
+                    ha="center",
+                    va="top",
+                )
             # Room for them above the data; below it there is as much.
             axes.margins(y=max(axes.margins()[1], _MARK_SHARE * (1 + len(of_place))))
 
@@ -161,9 +166,7 @@ def bars(
     return Drawing(chart, _legend(colors, hue), column_label(x), column_label(y))
 
 
-def _draw_groups(
-    axes: Axes, heights: pd.DataFrame, colors: Mapping, width: float, **style: object
-) -> None:
+def _draw_groups(axes, heights, colors, width, **style):
     """Bars for each line of a table, side by side, or stacked; numbers beside them are plain."""
     places = len(heights) * min(len(axes.figure.axes), 3)
     characters = min(16, max(8, 96 // places))  # below a group, so that names do not touch
@@ -171,8 +174,17 @@ def _draw_groups(
         textwrap.fill(value_label(name, heights.index.name), characters, break_long_words=False)
         for name in heights.index
     ]
-    look = {"color": colors, "edgecolor": PAPER, "lw": 0.8, "legend": False, "rot": 0}
-    heights.set_axis(names).plot.bar(ax=axes, width=width, xlabel="", **look, **style)
+    heights.set_axis(names).plot.bar(
+        ax=axes,
+        width=width,
+        color=colors,
+        edgecolor=PAPER,
+        lw=0.8,
+        legend=False,
+        rot=0,
+        xlabel="",
+        **style,
+    )
     axes.grid(False, axis="x")
     axes.tick_params(axis="x", length=0)
     plain_numbers(axes.yaxis)
@@ -274,7 +286,7 @@ def spans(
     return Drawing(chart, legend, "time since the step began (ms)")
 
 
-def _write_inside(axes: Axes, ends: Sequence[float], place: int, text: str) -> None:
+def _write_inside(axes, ends, place, text):
     """Write a text into its box the first way that fits: across, upright, upright on two lines."""
     corners = axes.transData.transform([(ends[0], place + 0.4), (ends[1], place - 0.4)])
     width, height = np.ptp(corners, axis=0)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,12 @@ class Context(Protocol):
 
 
 def time_together(
-    operation: Callable[..., Any],
+    operation: Callable,
     context: Context,
     *,
     warmup_steps: int,
     steps: int,
-    prepare: Callable[[], Any] | None = None,
+    prepare: Callable | None = None,
     calls: int = 1,
     limit_s: float = math.inf,
 ) -> Timing:
@@ -47,15 +47,15 @@ def time_together(
 
 
 def one_step_ms(
-    operation: Callable[..., Any],
+    operation: Callable,
     context: Context,
     calls: int,
-    prepare: Callable[[], Any] | None = None,
+    prepare: Callable | None = None,
 ) -> float:
     """Milliseconds of one of the operations in a step that all ranks begin together."""
     arguments = () if prepare is None else (prepare(),)
 
-    def step() -> None:
+    def step():
         for _ in range(calls):
             operation(*arguments)
 
@@ -70,14 +70,11 @@ def reset_peaks(context: Context) -> None:
 
 
 def peaks(context: Context) -> dict[str, float]:
-    """Value columns: the most memory that the fullest rank held, in MiB; on a CPU none."""
+    """The value column of the most memory that the fullest rank held; on a CPU none."""
     if context.device.type != "cuda":
         return {}
-    stats = torch.cuda.memory_stats(context.device)
-    mib = [stats[f"{kind}_bytes.all.peak"] / MIB for kind in ("allocated", "requested")]
-    return dict(
-        zip(("peak_memory_mib", "requested_memory_mib"), slowest(mib, context), strict=True)
-    )
+    (most,) = slowest([torch.cuda.max_memory_allocated(context.device) / MIB], context)
+    return {"peak_memory_mib": most}
 
 
 def slowest(times_ms: list[float], context: Context) -> list[float]:

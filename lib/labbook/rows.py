@@ -9,10 +9,9 @@ import io
 import math
 import numbers
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,8 +19,6 @@ import pandas as pd
 from labbook import runs
 from labbook.files import figures_dir, find, locked, make_folder, write_atomically
 from labbook.schema import Table, schema
-
-Row = dict[str, Any]
 
 _DIGITS = {"float": 6, "exact": 9}  # significant, that a file keeps
 _EXPECTED = {"int": "a whole number, 0 or more", "bool": "true or false", "text": "text"}
@@ -37,9 +34,7 @@ class RowError(ValueError):
     """A row, or a file of rows, that does not fit its table."""
 
 
-def save_rows(
-    rows: Iterable[Mapping[str, Any]], slug: str, table: str, machine: str, run: runs.Run
-) -> Path:
+def save_rows(rows: Iterable[Mapping], slug: str, table: str, machine: str, run: runs.Run) -> Path:
     """Save rows into `figures/<machine>/<slug>/<table>.csv`: each replaces the one that has its key.
 
     In a table with groups they replace all rows of their group.
@@ -58,7 +53,7 @@ def save_rows(
     keys = set()
     for record in rows:
         try:
-            row = checked(record, columns, machine)
+            row = checked(record, columns)
             key = ", ".join(f"{name}={row[name]}" for name in columns.keys if name in row)
             if key in keys:
                 raise ValueError(f"duplicate key {key}; allowed: once")
@@ -78,7 +73,7 @@ def save_rows(
     return path
 
 
-def _replaced(before: pd.DataFrame, batch: Sequence[Row], table: Table) -> pd.DataFrame:
+def _replaced(before, batch, table):
     """The fields of a file once rows are in it."""
     fields = [{name: _written(value) for name, value in row.items()} for row in batch]
     after = pd.DataFrame(fields, columns=list(table.types), dtype=object).fillna("")
@@ -87,7 +82,7 @@ def _replaced(before: pd.DataFrame, batch: Sequence[Row], table: Table) -> pd.Da
     return _sorted(pd.concat([before[~is_replaced], after]), table)
 
 
-def _written(value: int | float | str | bool) -> str:
+def _written(value):
     """A value as a field of a file."""
     if isinstance(value, float):
         return f"{value:.9g}"
@@ -127,13 +122,11 @@ def published(name: str) -> pd.DataFrame:
 # One value, one row.
 
 
-def checked(record: Mapping[str, Any], columns: Table, machine: str) -> Row:
+def checked(record: Mapping, columns: Table) -> dict:
     """The record with each value as its column stores it, without empty ones; these may be of other tables.
 
     Raises ValueError: what was given, what is allowed.
     """
-    if record.get("machine", machine) != machine:
-        raise ValueError(f"machine is {record['machine']!r}; allowed in this folder: {machine!r}")
     for name, value in record.items():
         is_known = name == "machine" or name in columns.types
         if not (is_known or value == "" or pd.isna(value)):  # of a frame with more columns
@@ -148,11 +141,7 @@ def checked(record: Mapping[str, Any], columns: Table, machine: str) -> Row:
         if value is not None:
             row[name] = value
     status = row["status"]
-    values = [name for name in columns.values if name in row]
-    times = [name for name in values if name.endswith("_ms")]
-    if status == "ok" and not values:
-        allowed = ", ".join(columns.values)
-        raise ValueError(f"there is no value; allowed with status 'ok': some of {allowed}")
+    times = [name for name in columns.values if name in row and name.endswith("_ms")]
     if status != "ok" and times:
         name = times[0]
         raise ValueError(f"{name} is {row[name]}; allowed with status {status!r}: no time")
@@ -162,7 +151,7 @@ def checked(record: Mapping[str, Any], columns: Table, machine: str) -> Row:
     return row
 
 
-def _stored(column: str, kind: str, value: Any) -> int | float | str | bool | None:
+def _stored(column, kind, value):
     """The value as the column stores it; None, NaN and pandas' NA are empty. ValueError: what is allowed."""
     if pd.api.types.is_scalar(value) and pd.isna(value):
         return None
@@ -186,7 +175,7 @@ def _stored(column: str, kind: str, value: Any) -> int | float | str | bool | No
 # The file.
 
 
-def _file(machine: str, slug: str, table: str) -> Path:
+def _file(machine, slug, table):
     """The file of a table, in a folder of figures."""
     tables = schema().tables
     if table not in tables:
@@ -194,12 +183,12 @@ def _file(machine: str, slug: str, table: str) -> Path:
     return Path(machine, slug, f"{table}.csv")
 
 
-def _name(path: Path) -> str:
+def _name(path):
     """How messages call a file: relative to the figures folder, so the same everywhere."""
     return "/".join(path.parts[-3:])
 
 
-def _read(path: Path, table: str) -> pd.DataFrame:
+def _read(path, table):
     """The fields of a file, as text, by the number of their line; of several rows with one key the last."""
     columns = schema().tables[table]
     types = list(columns.types)
@@ -223,12 +212,12 @@ def _read(path: Path, table: str) -> pd.DataFrame:
     return frame.reindex(columns=types, fill_value="")
 
 
-def _damaged(path: Path, message: object) -> RowError:
+def _damaged(path, message):
     repair = "restore the file from git, or move it away and measure again"
     return RowError(f"{_name(path)} is damaged: {message}; {repair}")
 
 
-def _typed(fields: pd.Series, kind: str, path: Path) -> pd.Series:
+def _typed(fields, kind, path):
     """The values of a column of a file."""
     values = {}
     for text in fields.unique():
@@ -246,10 +235,10 @@ def _typed(fields: pd.Series, kind: str, path: Path) -> pd.Series:
     return pd.Series([values[text] for text in fields], dtype=dtypes.get(kind, float))
 
 
-def _sorted(fields: pd.DataFrame, columns: Table) -> pd.DataFrame:
+def _sorted(fields, columns):
     """Rows sorted by their keys: empty first, numbers by size, listed values as listed."""
 
-    def places(column: pd.Series) -> pd.Series:
+    def places(column):
         listed = schema().allowed.get(column.name)
         if listed:
             return column.map({value: place for place, value in enumerate(listed)}).fillna(-1)

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from pathlib import Path
-from typing import Any
 
 from labbook.project import project, read_yaml
 
@@ -49,7 +47,7 @@ def schema() -> Schema:
 
 
 @cache
-def _read(path: Path) -> Schema:
+def _read(path):
     declared = read_yaml(path)
     shared = declared.get("shared", {})
     tables = {name: _table(columns, shared) for name, columns in declared["tables"].items()}
@@ -57,14 +55,14 @@ def _read(path: Path) -> Schema:
     return Schema(tables, allowed)
 
 
-def _table(declared: dict[str, Any], shared: dict[str, str]) -> Table:
+def _table(declared, shared):
     keys = _columns(declared["keys"], "text", shared)
     values = _columns(declared["values"], "float", shared)
     group = _columns(declared.get("group", ""), "text", shared)
     return Table(keys, values, tuple(group))
 
 
-def _columns(text: str, default: str, shared: dict[str, str]) -> dict[str, str]:
+def _columns(text, default, shared):
     """The types of declared columns, "name name:int $several", by name."""
     types = {}
     for word in text.split():

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from IPython import display
 
@@ -30,12 +29,12 @@ class Sliders:
     def __init__(
         self,
         controls: Mapping[str, Sequence],
-        state: Callable[..., Sequence[float]],
-        start: Mapping[str, Any],
+        state: Callable,
+        start: Mapping,
         *,
         labels: Sequence[str],
+        limit: float,
         unit: str = "",
-        limit: float | None = None,
     ) -> None:
         points = product(*controls.values())
         states = [state(**dict(zip(controls, point, strict=True))) for point in points]
@@ -58,5 +57,5 @@ class Sliders:
         start = f"({data}, document.currentScript.previousElementSibling)"
         return f"<div>{_HINT}</div><script>{script}{start}</script>"
 
-    def _ipython_display_(self) -> None:
+    def _ipython_display_(self):
         display.display({"text/html": self.html(), "text/plain": "<figure with sliders>"}, raw=True)

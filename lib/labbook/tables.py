@@ -5,10 +5,9 @@ And a saved row in a line: "plain, context 512, d = 64, float32, forward: 1.23 m
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from html import escape
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -64,7 +63,7 @@ def pivot(
     return pd.DataFrame(cells).rename_axis(index=[column_label(name) for name in index])
 
 
-def _labelled(values: pd.Series) -> pd.Categorical:
+def _labelled(values):
     """The labels of a column, which sort as a reader expects."""
     distinct = ordered(values, values.name)
     if values.isna().any():
@@ -74,7 +73,7 @@ def _labelled(values: pd.Series) -> pd.Categorical:
     return pd.Categorical(labels, list(categories), ordered=True)
 
 
-def _cells(numbers: pd.Series, statuses: pd.Series | None, fmt: str | None = None) -> pd.Series:
+def _cells(numbers, statuses, fmt=None):
     """One column of text: numbers, and the word for why there is none."""
     write = fmt.format if fmt else partial(_written, _format(numbers))
     texts = numbers.map(write, na_action="ignore").astype(object)
@@ -83,13 +82,13 @@ def _cells(numbers: pd.Series, statuses: pd.Series | None, fmt: str | None = Non
     return texts.fillna(MISSING)
 
 
-def _written(fmt: str, number: float) -> str:
+def _written(fmt, number):
     """A number in a format; as a power of ten where it would be shown as zero."""
     text = fmt.format(number)
     return f"{number:.1e}" if number and not re.search("[1-9]", text) else text
 
 
-def _format(numbers: Iterable[float]) -> str:
+def _format(numbers):
     """Three significant digits of the smallest, five of the largest, 3 decimals at most; none becomes 0."""
     measured = (number for number in numbers if number and math.isfinite(number))
     exponents = [math.floor(math.log10(abs(number))) for number in measured] or [2]
@@ -143,11 +142,11 @@ def as_html(texts: pd.DataFrame) -> str:
     return html.to_html(escape=False, index=any(texts.index.names), border=0)
 
 
-def _left(text: object) -> str:
+def _left(text):
     return f'<div style="text-align: left">{text}</div>'
 
 
-def row_lines(rows: Sequence[Mapping[str, Any]], table: str) -> list[str]:
+def row_lines(rows: Sequence[Mapping], table: str) -> list[str]:
     """What was measured and what came out: a line for each row, one for all of a recording."""
     columns = schema().tables[table]
     if not columns.group or not rows:
@@ -158,11 +157,11 @@ def row_lines(rows: Sequence[Mapping[str, Any]], table: str) -> list[str]:
     return [f"{_named(first, columns.group)}: {outcome}"]
 
 
-def _named(row: Mapping[str, Any], keys: Iterable[str]) -> str:
+def _named(row, keys):
     return ", ".join(named_value(key, row[key]) for key in keys if not pd.isna(row.get(key)))
 
 
-def _outcome(row: Mapping[str, Any], values: Iterable[str]) -> str:
+def _outcome(row, values):
     """The median time, or the first value that a row has; else its status with the reason."""
     if row.get("status", "ok") != "ok":
         reason = f" ({row['reason']})" if row.get("reason") else ""

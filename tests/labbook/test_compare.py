@@ -3,7 +3,6 @@ import warnings
 import pandas as pd
 import pytest
 
-from labbook import compare
 from labbook.compare import beside_published
 
 
@@ -27,9 +26,3 @@ def test_a_report_stands_beside_what_both_measured():
     twice = ours.assign(d_head=[1, 1, 2])
     with pytest.raises(ValueError, match="2 rows share d_head=1"):
         beside_published(theirs, twice, ["d_head"], "p50_ms")
-
-
-def test_rows_that_are_equal_are_refused_as_duplicates(rows):
-    twice = pd.concat([rows, rows])
-    with pytest.raises(ValueError, match=r"context_length=256.* duplicates"):
-        compare.require_one_row_each(twice, "context_length", "implementation")

@@ -68,11 +68,6 @@ def test_slugs(gpu, cpu, gpus, slug, monkeypatch):
     assert module.machine_slug(gpu, cpu, 8, gpus) == slug.removeprefix("my-")
 
 
-def test_on_one_gpu_rows_of_several_processes_are_of_the_same_machine(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert machine_card("cpu", several=True).slug == machine_card("cpu").slug
-
-
 def test_a_card_that_is_not_there_or_damaged_is_a_clear_error(figures):
     keep(figures, H200)
     with pytest.raises(FileNotFoundError, match="h200"):
@@ -119,13 +114,6 @@ def test_a_cpu_is_kept_from_running_out_of_memory_and_tf32_needs_a_gpu_of_ampere
             torch.cuda, "get_device_capability", lambda device, answer=capability: answer
         )
         assert (module.why_no_tf32(CUDA) == "") == has
-
-
-def test_a_run_is_told_the_first_thing_that_it_needs_and_the_machine_lacks(monkeypatch):
-    monkeypatch.setattr(module, "why_no_compile", lambda device: "no compiler")
-    assert module.why_not(CPU, "float32", {"triton"}, 2**20) == ""
-    assert "TF32" in module.why_not(CPU, "tf32", {"compiler"})
-    assert module.why_not(CPU, "float32", {"compiler"}, 2**50) == "no compiler"
 
 
 @pytest.fixture

@@ -26,17 +26,6 @@ def test_several_keys_and_values_and_a_format(rows):
     assert plain == ["1.0", "4.0", "OOM", "1.2", "4.8", "OOM"]
 
 
-def test_columns_of_later_values_are_left_out_when_empty(rows):
-    rows = rows[rows["status"] == "ok"]
-    of_one = rows["context_length"] == 512
-    p80_ms = rows["p80_ms"].where(of_one)
-    rows = rows.assign(p20_ms=float("nan"), p80_ms=p80_ms)
-    values = ["p20_ms", "p80_ms"]
-    table = pivot(rows, "implementation", "context_length", values)
-    contexts = [context for _, context in table.columns]
-    assert contexts == ["256", "512", "1K", "512"]
-
-
 def test_a_key_may_be_missing_and_two_rows_in_a_cell_are_refused(rows):
     gaps = rows[rows["context_length"] == 256]
     gaps = gaps.assign(bucket_size_mb=[25.0, None])

@@ -82,11 +82,6 @@ def test_out_of_memory_is_a_status_and_the_memory_comes_back(error, works, prepa
     assert "mean_ms" not in timing.as_row()
 
 
-def test_other_errors_propagate():
-    with pytest.raises(RuntimeError, match="size"):
-        time_steps(lambda: torch.ones(2, 3) @ torch.ones(2), device="cpu")
-
-
 def test_tf32_is_allowed_inside_only_whichever_of_pytorchs_switches_was_used():
     """The older one refuses to answer where the newer one was used, which is left as it was."""
     for dtype, inside in (("tf32", "high"), ("float16", "highest")):
@@ -111,10 +106,6 @@ def test_devices(monkeypatch):
     assert resolve_device() == torch.device("cpu")
     with pytest.raises(RuntimeError, match="cuda"):
         resolve_device("cuda")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    with pytest.raises(RuntimeError, match=r"cuda:0.*cuda:1"):  # events would time the current one
-        resolve_device("cuda:0")
 
 
 RUN = {"device": "cpu", "warmup_steps": 1, "steps": 3}

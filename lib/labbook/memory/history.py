@@ -6,7 +6,7 @@ On a GPU the CUDA allocator records, whose snapshot pytorch.org/memory_viz opens
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 from labbook.files import write_atomically
 from labbook.memory.operations import own_line
 from labbook.profiles import torch_trace
-from labbook.profiles.table import ProfileError, range_paths
+from labbook.profiles.table import range_paths
 from labbook.timing import MIB
 
 # What memory is used for in training; sharding shares the first three.
@@ -67,7 +67,7 @@ def record_memory(
     run = step if prepare is None else partial(step, prepare())
     before = dict(others or {}) | _owners(steps)
     if steps.device.type == "cuda":
-        snapshot = record_snapshot(run, steps)
+        snapshot = _recorded(run, steps)
         if stem is not None:
             write_atomically(stem.with_name(f"{stem.name}.pickle"), pickle.dumps(snapshot))
         return read_snapshot(snapshot, before, _owners(steps))
@@ -77,7 +77,7 @@ def record_memory(
         return read_memory_trace(path, before, _owners(steps))
 
 
-def _owners(steps: Any) -> Owners:
+def _owners(steps):
     """The storages of parameters, gradients and optimizer state as they are now, by address."""
     owners = {}
     for category, tensors in steps.tensors().items():
@@ -87,7 +87,7 @@ def _owners(steps: Any) -> Owners:
     return owners
 
 
-def record_snapshot(run: Callable[[], Any], steps: Any) -> dict[str, Any]:
+def _recorded(run, steps):
     """The CUDA allocator's snapshot after `run()`, with Python frames and with our ranges as annotations."""
     torch.cuda.synchronize(steps.device)
     torch.cuda.memory._record_memory_history(
@@ -102,21 +102,16 @@ def record_snapshot(run: Callable[[], Any], steps: Any) -> dict[str, Any]:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def read_snapshot(snapshot: Mapping[str, Any], before: Owners, after: Owners) -> MemoryHistory:
-    """Read the CUDA allocator's snapshot of one step; owners when the recording began and ended.
-
-    Raises ProfileError: the snapshot has no history, no ranges, or the history of several GPUs.
-    """
-    traces = [trace for trace in snapshot["device_traces"] if trace]
-    if len(traces) != 1:
-        raise ProfileError(f"the snapshot has the history of {len(traces)} GPUs; allowed: one")
+def read_snapshot(snapshot: Mapping, before: Owners, after: Owners) -> MemoryHistory:
+    """Read the CUDA allocator's snapshot of a step on one GPU; owners when it began and ended."""
+    (trace,) = filter(None, snapshot["device_traces"])
     alive = {
         block["address"]: block["requested_size"]
         for segment in snapshot["segments"]
         for block in segment["blocks"]
         if block["state"] == "active_allocated"
     }
-    changes = [_change(event) for event in traces[0] if event["action"] in _SIGNS]
+    changes = [_change(event) for event in trace if event["action"] in _SIGNS]
     ranges = _annotated_ranges(snapshot["external_annotations"])
     return _history(changes, ranges, before, after, alive)
 
@@ -124,7 +119,7 @@ def read_snapshot(snapshot: Mapping[str, Any], before: Owners, after: Owners) ->
 _SIGNS = {"alloc": 1, "free_requested": -1}
 
 
-def _change(event: Mapping[str, Any]) -> tuple:
+def _change(event):
     """Time in microseconds, address, bytes (negative: freed), and code."""
     frames = event.get("frames", ())
     stack = ((frame["filename"], frame["line"], frame["name"]) for frame in frames)
@@ -132,7 +127,7 @@ def _change(event: Mapping[str, Any]) -> tuple:
     return event["time_us"], event["addr"], size, own_line(stack)
 
 
-def _annotated_ranges(annotations: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+def _annotated_ranges(annotations):
     """Our ranges: name, start_ns and end_ns, in microseconds; of one name the last opened ends first."""
     open_us = defaultdict(list)
     ranges = []
@@ -150,7 +145,7 @@ def read_memory_trace(path: Path, before: Owners, after: Owners) -> MemoryHistor
     """Read the memory events of a CPU trace that was recorded `with_memory`; arguments as in `read_snapshot`.
 
     There `code` stays empty: `range` says where an allocation was made.
-    Raises FileNotFoundError, ProfileError: as `torch_trace.load_trace`; or it has no memory events or ranges.
+    Raises FileNotFoundError, ProfileError: as `torch_trace.load_trace`.
     """
     trace, events = torch_trace.load_trace(path)
     changes = []
@@ -158,25 +153,19 @@ def read_memory_trace(path: Path, before: Owners, after: Owners) -> MemoryHistor
         arguments = event.get("args")
         if event.get("name") == "[memory]" and arguments["Device Type"] == 0:
             changes.append((event["ts"], arguments["Addr"], arguments["Bytes"], ""))
-    if not changes:
-        raise ProfileError(f"{path.name} has no memory events; record it with_memory")
     ranges = events[events.kind == "range"]
     ranges = ranges[["name"]].assign(**ranges[_TIMES] / 1000)
     alive = {address: size for address, (_, size) in before.items()}
     return _history(changes, ranges, before, after, alive)
 
 
-def _history(
-    changes: list, ranges: pd.DataFrame, before: Owners, after: Owners, alive: Mapping[int, int]
-) -> MemoryHistory:
+def _history(changes, ranges, before, after, alive):
     """Pair allocations with their frees, and find an owner for each.
 
     changes: as `_change` gives them. ranges: as in a `Profile`, but in microseconds.
     before, after: owners when the recording began and ended.
     alive: bytes by address of what lived when the recording ended, or had lived before it.
     """
-    if ranges.empty:
-        raise ProfileError("the recording has no ranges, so it has no stages; open ranges in it")
     allocations = _pairs(changes, alive)
     launches = pd.DataFrame({"process": 0, "launch_ns": allocations.start_us})
     paths, allocations["range"] = range_paths(ranges.assign(process=0), launches)
@@ -186,7 +175,7 @@ def _history(
     return MemoryHistory(allocations, stages)
 
 
-def _pairs(changes: list, alive: Mapping[int, int]) -> pd.DataFrame:
+def _pairs(changes, alive):
     """A row for each allocation, until what comes next at its address: that frees it."""
     changes = sorted(changes, key=itemgetter(0))
     first_size = {address: size for _, address, size, _ in reversed(changes)}
@@ -200,9 +189,7 @@ def _pairs(changes: list, alive: Mapping[int, int]) -> pd.DataFrame:
     return events[events.size_bytes > 0].reset_index(drop=True)
 
 
-def _categories(
-    allocations: pd.DataFrame, stages: pd.DataFrame, before: Owners, after: Owners
-) -> pd.Series:
+def _categories(allocations, stages, before, after):
     """An owner where one is known at either end of the recording, else what the lifetime says."""
     is_older = allocations.start_us == -np.inf
     category = pd.Series("temporary", allocations.index).mask(is_older, "other")
@@ -241,7 +228,7 @@ def timeline(history: MemoryHistory, points: int | None = 256) -> pd.DataFrame:
     return held.loc[largest].reset_index(drop=True)
 
 
-def _changes(allocations: pd.DataFrame, start_us: float) -> pd.DataFrame:
+def _changes(allocations, start_us):
     """Bytes by which each category (a column) changes at each moment (the index, in microseconds)."""
     births = allocations.assign(at_us=allocations.start_us)
     deaths = allocations.assign(at_us=allocations.end_us, size_bytes=-allocations.size_bytes)
@@ -251,7 +238,7 @@ def _changes(allocations: pd.DataFrame, start_us: float) -> pd.DataFrame:
     return sums.reindex(columns=CATEGORIES).fillna(0)
 
 
-def timeline_rows(held: pd.DataFrame) -> list[dict[str, Any]]:
+def timeline_rows(held: pd.DataFrame) -> list[dict]:
     """A timeline as rows, one wherever a category holds more or less than before; and the end in full."""
     sizes = held[CATEGORIES]
     has_changed = sizes.ne(sizes.shift(fill_value=0.0))

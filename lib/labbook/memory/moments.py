@@ -8,7 +8,6 @@ from torch import Tensor
 
 from labbook.memory.history import (
     CATEGORIES,
-    Owners,
     record_memory,
     stage_peaks,
 )
@@ -56,14 +55,14 @@ def held_now(steps: Any) -> Held:
     return held | {"rest": total - sum(held.values())}
 
 
-def _others(device: torch.device) -> Owners:
+def _others(device):
     """What is there already: a CPU's trace tells of no tensor that is older than itself."""
     tensors = _tensors_of_python() if device.type == "cpu" else []
     storages = [tensor.untyped_storage() for tensor in tensors]
     return {storage.data_ptr(): ("other", storage.nbytes()) for storage in storages}
 
 
-def _tensors_of_python() -> list[Tensor]:
+def _tensors_of_python():
     """All tensors that Python knows and that have memory of their own."""
     gc.collect()
     # Neither a DTensor nor what torch.compile traces with.

@@ -27,11 +27,11 @@ _GATHERS = ("embedding", "index", "index_select", "gather")  # read only as much
 _OVERWRITE = ("copy_", "fill_", "zero_")  # do not read what they replace
 
 
-def _register_flops(name: str, factor: int, query: int) -> None:
+def _register_flops(name, factor, query):
     """A formula that PyTorch lacks: factor * elements of argument `query` * rows of the next one."""
     packet = getattr(torch.ops.aten, name)
 
-    def formula(*shapes: Any, **_: Any) -> int:
+    def formula(*shapes, **_):
         keys = shapes[query + 1][-2] if len(shapes[query + 1]) > 1 else 1
         return factor * math.prod(shapes[query]) * keys
 
@@ -46,13 +46,13 @@ _register_flops("_scaled_dot_product_flash_attention_for_cpu_backward", 10, 1)
 
 
 @cache
-def _ours() -> re.Pattern[str]:
+def _ours():
     """Files of the packages that have measured rooms."""
     packages = {room.partition(".")[0] for room in project().measured}
     return re.compile(rf".*/(?:{'|'.join(sorted(packages))})/(.+)")
 
 
-def saved_bytes(forward: Callable[[], Tensor], inputs: Iterable[Tensor]) -> tuple[int, int]:
+def saved_bytes(forward: Callable, inputs: Iterable[Tensor]) -> tuple[int, int]:
     """Run a forward that records gradients and count what stays until its backward.
 
     What a Function keeps as an attribute of its ctx, and what a selective checkpoint keeps, autograd does not
@@ -64,7 +64,7 @@ def saved_bytes(forward: Callable[[], Tensor], inputs: Iterable[Tensor]) -> tupl
     inputs = list(inputs)
     saved = []
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         # Detached: an operation that held its own output would never be freed.
         detached = tensor.detach()
         saved.append(detached)
@@ -103,14 +103,14 @@ def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
     running = []  # functions of PyTorch, the innermost last
 
     class Operations(TorchFunctionMode):
-        def __torch_function__(self, function: Callable, types, args=(), kwargs=None) -> Any:
+        def __torch_function__(self, function, types, args=(), kwargs=None):
             running.append(getattr(function, "__name__", str(function)).strip("_"))
             try:
                 return function(*args, **(kwargs or {}))
             finally:
                 running.pop()
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address not in owned and address not in storages:
@@ -155,7 +155,7 @@ class Operation(NamedTuple):
     bytes_moved: int
 
 
-def operations_of(function: Callable[[], Any]) -> list[Operation]:
+def operations_of(function: Callable) -> list[Operation]:
     """The operations that a call of the function runs, its backward included where it calls that.
 
     Views are left out: they move nothing. Temporaries inside one operation are not seen, nor are the fused
@@ -165,7 +165,7 @@ def operations_of(function: Callable[[], Any]) -> list[Operation]:
 
     class Recorder(TorchDispatchMode):
         @classmethod
-        def ignore_compile_internals(cls) -> bool:
+        def ignore_compile_internals(cls):
             return True  # else compiled code would run as plain functions, and stay so for this process
 
         def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
@@ -218,7 +218,7 @@ def sum_of_rooflines_ms(
     )
 
 
-def _sizes(tree: Any) -> Counter[int]:
+def _sizes(tree):
     """Bytes of the distinct elements by storage: what is expanded, or given twice, passes once."""
     sizes = Counter()
     for tensor in (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)):

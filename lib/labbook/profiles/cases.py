@@ -8,7 +8,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import cloudpickle
 
@@ -16,7 +15,6 @@ from labbook.bench import Case
 from labbook.profiles.nsight import read_export, record_report
 from labbook.profiles.program import range_of
 from labbook.profiles.table import (
-    Profile,
     ProfileError,
     kernel_rows,
     kernel_table,
@@ -26,20 +24,18 @@ from labbook.profiles.table import (
 from labbook.profiles.torch_trace import record_trace
 from labbook.timing import release_memory, run_or_out_of_memory
 
-Program = Callable[[Case], Callable[[], Any]]
-Tables = dict[str, list[dict[str, Any]]]
 _NAMED = ("pass", "context_length", "dtype")  # by the file that is kept
 
 
 def profile_cases(
-    program: Program,
+    program: Callable,
     cases: Iterable[Case],
     source: str,
     stem: Path,
     *,
-    keep: Callable[[Case], bool],
-    skip: Callable[[Case], str],
-) -> Iterator[Tables]:
+    keep: Callable,
+    skip: Callable,
+) -> Iterator[dict]:
     """Of each case its rows by table: what a profiler saw, or a status and the reason.
 
     program: warms a case up, and returns what is to be profiled.
@@ -72,11 +68,11 @@ def profile_cases(
             trace.unlink(missing_ok=True)
 
 
-def _record_here(program: Program, case: Case, trace: Path) -> Profile:
+def _record_here(program, case, trace):
     return record_trace(program(case), trace, device=case.device)
 
 
-def _under_nsys(program: Program, cases: list[Case], stem: Path) -> Iterator[Tables]:
+def _under_nsys(program, cases, stem):
     pickled = stem.with_suffix(".pickle")
     pickled.write_bytes(cloudpickle.dumps((program, cases)))
     command = [sys.executable, "-m", "labbook.profiles.program", str(pickled)]
@@ -99,7 +95,7 @@ def _under_nsys(program: Program, cases: list[Case], stem: Path) -> Iterator[Tab
             yield _rows(case, "nsys", partial(within, profile, range_of(number)))
 
 
-def _rows(case: Case, source: str, record: Callable[[], Profile]) -> Tables:
+def _rows(case, source, record):
     """What is recorded, or why it could not be."""
     try:
         profile, reason = run_or_out_of_memory(record, case.device)
@@ -113,12 +109,12 @@ def _rows(case: Case, source: str, record: Callable[[], Profile]) -> Tables:
         release_memory(case.device)
 
 
-def _failed(case: Case, source: str, status: str, reason: str) -> Tables:
+def _failed(case, source, status, reason):
     rows = [{"status": status, "reason": reason}]
     return _tables(case, source, rows, rows)
 
 
-def _tables(case: Case, source: str, kernels: list, ranges: list) -> Tables:
+def _tables(case, source, kernels, ranges):
     profiler = source if source == "nsys" else f"torch {case.device.type}"
     columns = case | {"profiler": profiler}
     return {

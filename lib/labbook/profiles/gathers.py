@@ -12,7 +12,7 @@ _ALL_GATHER = r"(?i)^(?:nccl|gloo:).*all_?gather"
 def gather_times(
     profile: Profile,
     units: Mapping[str, Iterable[str]],
-    could_begin: Callable[[pd.Series, pd.Series, float], float],
+    could_begin: Callable,
 ) -> pd.DataFrame:
     """Of each unit's gather in the last recorded step: pass, unit, calls, start_ms, end_ms, needed_ms.
 
@@ -63,7 +63,7 @@ def units_of(messages: int, units: Sequence[str]) -> list[str]:
     return [unit for unit, count in zip(units, calls, strict=True) for _ in range(count)]
 
 
-def _of_busiest_stream(kernels: pd.DataFrame) -> pd.DataFrame:
+def _of_busiest_stream(kernels):
     # Copies have streams of their own, and what is launched there says nothing of what is computed.
     busy = (kernels.end_ns - kernels.start_ns).groupby(kernels.stream).sum()
     return kernels[kernels.stream == busy.idxmax()]

@@ -7,7 +7,6 @@ is hidden behind computing, and free. A communication kernel also runs while it 
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,13 +22,13 @@ LANES = ("compute", "communication")
 _TIMES = ["start_ms", "end_ms"]
 
 
-def record_steps(step: Callable[[], None], context: Context) -> Profile:
+def record_steps(step: Callable, context: Context) -> Profile:
     """Two steps of this rank under torch.profiler, each in a range `measure`; the first warms it up.
 
     All ranks call it together, and start each step together. Turn named ranges on around it.
     """
 
-    def two_steps() -> None:
+    def two_steps():
         for _ in range(2):
             dist.barrier()
             wait_for(context.device)
@@ -87,13 +86,11 @@ def overlap_values(lanes: pd.DataFrame) -> dict[str, float | None]:
     }
 
 
-def _length_ms(spans: pd.DataFrame) -> float:
+def _length_ms(spans):
     return float((spans.end_ms - spans.start_ms).sum())
 
 
-def lane_rows(
-    lanes: pd.DataFrame, key: Mapping[str, Any], gap_ms: float = 0.1
-) -> list[dict[str, Any]]:
+def lane_rows(lanes: pd.DataFrame, key: Mapping, gap_ms: float = 0.1) -> list[dict]:
     """Lanes as rows, few enough to keep: gaps under `gap_ms` in a lane and stage closed; microseconds."""
     rows = []
     for lane, spans in lanes.sort_values("start_ms").groupby("lane", sort=False):

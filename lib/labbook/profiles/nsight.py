@@ -31,24 +31,19 @@ def why_no_nsys() -> str:
 
 
 def record_report(command: list[str], stem: Path) -> Path:
-    """Profile a command and export the report: <stem>.nsys-rep for the viewer, <stem>.sqlite (returned).
+    """Profile a command: <stem>.nsys-rep for the viewer and its export <stem>.sqlite (returned), both new.
 
     Raises ProfileError: there is no nsys, the command failed, or nsys could not make a report of it.
     """
     if reason := why_no_nsys():
         raise ProfileError(f"{reason}, or take torch.profiler as the source")
-    stem = stem.absolute()
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    export = stem.with_name(stem.name + ".sqlite")
-    export.unlink(missing_ok=True)  # so that one that is there is of now
+    export = stem.with_suffix(".sqlite")
     # Whatever the exit code: files tell whether it worked, and a program that failed has a report, too.
     words = _PROFILE.split() + [f"--output={stem}"] + command
     done = subprocess.run(words, capture_output=True, text=True, errors="replace")
     log = done.stdout + done.stderr
     if not export.exists() or "Traceback (most recent call last)" in log:
-        raise ProfileError(
-            f"{' '.join(command)!r} failed under nsys: {' '.join(log.split())[-400:]}"
-        )
+        raise ProfileError(f"{command} failed under nsys: {' '.join(log.split())[-400:]}")
     return export
 
 
@@ -90,12 +85,10 @@ def read_export(path: Path) -> Profile:
     except (sqlite3.DatabaseError, pd.errors.DatabaseError) as error:
         kind = "damaged or no SQLite export of Nsight Systems 2021.2 or newer"
         raise ProfileError(f"{path.name} is {kind} ({error}); export the report again") from None
-    profile = Profile(complete(events, path.name))
-    profile.calls["name"] = profile.calls.name.str.replace(r"_v\d+$", "", regex=True)
-    return profile
+    return Profile(complete(events, path.name))
 
 
-def _events(export: sqlite3.Connection, source: str) -> pd.DataFrame:
+def _events(export, source):
     names = {name for (name,) in export.execute("SELECT name FROM sqlite_master")}
     if "CUPTI_ACTIVITY_KIND_RUNTIME" not in names:
         remedy = "record with --trace=cuda,nvtx, and export all tables"
@@ -108,10 +101,10 @@ def _events(export: sqlite3.Connection, source: str) -> pd.DataFrame:
     return pd.read_sql_query(" UNION ALL ".join(selects) + " ORDER BY start_ns", export)
 
 
-_NCU = ["ncu", "--csv", "--print-units=base", "--clock-control=none", "--profile-from-start=off"]
+_NCU = "ncu --csv --print-units=base --clock-control=none --profile-from-start=off"
 
 
-def count_kernels(program: str, arguments: Any, metrics: Iterable[str]) -> list[dict[str, Any]]:
+def count_kernels(program: str, arguments: Any, metrics: Iterable[str]) -> list[dict]:
     """Run a program under `ncu`, and count what it launches from cudaProfilerStart to cudaProfilerStop.
 
     The clock is left as it is: ncu's own is lower.
@@ -121,7 +114,7 @@ def count_kernels(program: str, arguments: Any, metrics: Iterable[str]) -> list[
     Returns for each kernel, in order: kernel, its name without arguments, and the metrics in base units.
     Raises FileNotFoundError: no ncu is on PATH. RuntimeError: it or the program failed, or no kernel ran.
     """
-    counting = _NCU + ["--metrics", ",".join(metrics)]
+    counting = f"{_NCU} --metrics={','.join(metrics)}".split()
     command = counting + [sys.executable, "-c", program, json.dumps(arguments)]
     run = subprocess.run(command, capture_output=True, text=True)
     _, mark, table = run.stdout.partition('"ID"')

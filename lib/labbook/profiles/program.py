@@ -5,7 +5,6 @@ import pickle
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,7 +33,7 @@ def range_of(number: int) -> str:
     return f"case {number}"
 
 
-def _run(program: Any, case: Any, name: str) -> None:
+def _run(program, case, name):
     measured = program(case)
     with torch.cuda.nvtx.range(name):
         measured()

@@ -8,7 +8,6 @@ when the kernel runs: by then the host is often several ranges ahead.
 import re
 from collections import defaultdict
 from copy import copy
-from typing import Any
 
 import pandas as pd
 
@@ -56,7 +55,7 @@ class Profile:
         self.kernels = kernels.assign(kernel=kernels.name.map(short_name))
 
 
-def _with_launches(ran: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
+def _with_launches(ran, calls):
     """What ran, with launch_ns and thread of the call that launched it.
 
     That is the call of its process that carries its correlation; of several, one inside the other or long
@@ -84,12 +83,10 @@ def complete(events: pd.DataFrame, source: str) -> pd.DataFrame:
     is_odd |= has_stream & events.stream.isna()
     is_odd |= (events.end_ns < events.start_ns).fillna(True).astype(bool)
     if is_odd.any():
-        count = (
-            f"{is_odd.sum()} of {len(events)} events ({', '.join(events.kind[is_odd].unique())})"
-        )
+        kinds = ", ".join(events.kind[is_odd].unique())
         needs = "a name, process, thread, stream and end after their start"
-        remedy = "its sums would be wrong: record it again"
-        raise ProfileError(f"{source}: {count} do not have {needs}; {remedy}")
+        count = f"{is_odd.sum()} of {len(events)} events ({kinds})"
+        raise ProfileError(f"{source}: {count} do not have {needs}; record it again")
     return events.astype(_INTEGERS | {"correlation": float})
 
 
@@ -125,7 +122,7 @@ def range_paths(ranges: pd.DataFrame, launches: pd.DataFrame) -> tuple[pd.Series
     return at_start.reindex(ranges.index), at_launch.fillna("")
 
 
-def _part(name: str) -> str:
+def _part(name):
     """A range's name as one part of a path, whose parts "/" separates: forward:attention."""
     return name.replace("/", ":")
 
@@ -153,14 +150,13 @@ def kernel_table(profile: Profile, root: str = STEP) -> pd.DataFrame:
     """
     steps, _, kernels = _inside(profile, root)
     times_ms = (kernels.end_ns - kernels.start_ns) * MS
-    kernels = kernels.assign(total_ms=times_ms)
-    of_kernel = kernels.groupby(_KEYS)["total_ms"]
+    of_kernel = times_ms.groupby([kernels[key] for key in _KEYS])
     sums = of_kernel.agg(calls="size", total_ms="sum")
     table = (sums / len(steps)).reset_index()
     return table.sort_values("total_ms", ascending=False, ignore_index=True)
 
 
-def kernel_rows(table: pd.DataFrame) -> list[dict[str, Any]]:
+def kernel_rows(table: pd.DataFrame) -> list[dict]:
     """A `kernel_table` as rows: layers summed (layers.*), and kernels that hardly count as "rest".
 
     Below 0.2 % of the step's time a kernel does not get its name; each class in each range keeps a rest of
@@ -208,10 +204,7 @@ def within(profile: Profile, name: str) -> Profile:
     return part
 
 
-Frames = tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]
-
-
-def one_step(profile: Profile) -> Frames:
+def one_step(profile: Profile) -> tuple:
     """Ranges, kernels and calls of the last step, for a timeline: as in a `Profile`, paths from the step on.
 
     Of several ranks in one report they are of the rank whose step began last.
@@ -228,22 +221,22 @@ def one_step(profile: Profile) -> Frames:
     )
 
 
-def _inside(profile: Profile, root: str) -> Frames:
+def _inside(profile, root):
     """Each time that `root` is open; the ranges and the kernels inside it, `range` their path from it on."""
     steps = profile.ranges[profile.ranges.name == root]
     if steps.empty:
-        names = ", ".join(sorted(set(profile.ranges.name))[:20])
+        names = ", ".join(profile.ranges.name.unique()[:20])
         raise ProfileError(f"the profile has no range {root!r}; it has {names}")
     return steps, _below(profile.ranges, root), _below(profile.kernels, root)
 
 
-def _below(frame: pd.DataFrame, root: str) -> pd.DataFrame:
+def _below(frame, root):
     below = rf"(?:^|/)({re.escape(_part(root))}(?:/.*)?)$"
     paths = frame.range.str.extract(below)[0]
     return frame.assign(range=paths).dropna(subset="range")
 
 
-def _since(frame: pd.DataFrame, step: Any, time: str = "start_ns") -> pd.DataFrame:
+def _since(frame, step, time="start_ns"):
     """The rows of its process whose `time` lies in a step, with start_ms and end_ms since it began."""
     is_inside = frame[time].between(step.start_ns, step.end_ns, inclusive="left")
     is_inside &= frame.process == step.process

@@ -6,13 +6,11 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from labbook.files import make_folder
 from labbook.profiles.table import Profile, ProfileError, complete
 
 _KINDS = {
@@ -39,7 +37,7 @@ _BOOKKEEPING = re.compile(
 
 
 def record_trace(
-    run: Callable[[], Any], path: Path, *, device: torch.device | str, with_memory: bool = False
+    run: Callable, path: Path, *, device: torch.device | str, with_memory: bool = False
 ) -> Profile:
     """Call `run()` under torch.profiler and save a Chrome trace, .json or .json.gz (for ui.perfetto.dev).
 
@@ -56,12 +54,11 @@ def record_trace(
             run()
             if on_cuda:
                 torch.cuda.synchronize(device)
-    make_folder(path.parent)
     profiler.export_chrome_trace(str(path))
     return read_trace(path)
 
 
-def load_trace(path: Path) -> tuple[list[dict[str, Any]], pd.DataFrame]:
+def load_trace(path: Path) -> tuple[list[dict], pd.DataFrame]:
     """The events of a trace; and those that are read, by their place, as a `Profile` takes them.
 
     A range that PyTorch opened is of the kind "pytorch's", what Gloo does on its threads an operator.
@@ -94,7 +91,7 @@ def load_trace(path: Path) -> tuple[list[dict[str, Any]], pd.DataFrame]:
     return trace, complete(events, path.name)
 
 
-def _row(event: dict[str, Any]) -> list[Any]:
+def _row(event):
     """The fields and arguments of an event, in the order of the table's columns."""
     arguments = event.get("args") or {}
     fields = [event.get(name) for name in _FIELDS]
@@ -129,7 +126,7 @@ def read_trace(path: Path) -> Profile:
     return Profile(events[computes | (events.kind == "range")])
 
 
-def _own_ns(operators: pd.DataFrame) -> pd.Series:
+def _own_ns(operators):
     """The time of each operator without that of the operators that it calls.
 
     One of the caller's own name (it dispatches to itself) is no call: it is left out, its time the caller's.
@@ -157,5 +154,5 @@ def _own_ns(operators: pd.DataFrame) -> pd.Series:
     return pd.Series(own_ns, dtype="int64").drop(list(no_calls)).clip(lower=0)
 
 
-def _is_in(operator: Any, caller: Any) -> bool:
+def _is_in(operator, caller):
     return operator.thread == caller.thread and operator.start_ns < caller.end_ns

@@ -1,7 +1,6 @@
 """Memory histories: synthetic snapshots of the CUDA allocator, a real step on this CPU, and damaged files."""
 
 import inspect
-import json
 from functools import partial
 
 import pandas as pd
@@ -16,7 +15,6 @@ from labbook.memory.history import (
     CATEGORIES,
     MIB,
     largest_allocations,
-    read_memory_trace,
     read_snapshot,
     record_memory,
     stage_peaks,
@@ -25,7 +23,6 @@ from labbook.memory.history import (
     timeline_rows,
 )
 from labbook.memory.operations import own_line
-from labbook.profiles.table import ProfileError
 
 PARAMETER = 0x1000
 STATE = 0x2000
@@ -204,26 +201,3 @@ def test_the_history_agrees_with_the_allocator(tmp_path):
         accounting.activation_bytes(model_size("small"), 4, 256), rel=0.02
     )
     assert largest_allocations(history).code.str.contains(r"\.py:\d+ ").any()
-
-
-def test_a_trace_of_whole_microseconds_in_which_nothing_is_older(tmp_path):
-    memory = {"ph": "i", "name": "[memory]", "pid": 1, "tid": 1}
-    events = [dict(ph="X", pid=1, tid=1, cat="user_annotation", name="forward", ts=0, dur=100)]
-    for time_us, size in ((10, 1024), (50, -1024)):
-        arguments = {"Device Type": 0, "Addr": 4096, "Bytes": size}
-        events.append(memory | {"ts": time_us, "args": arguments})
-    (tmp_path / "t.json").write_text(json.dumps({"traceEvents": events}))
-    assert len(read_memory_trace(tmp_path / "t.json", {}, {}).allocations) == 1
-
-
-def test_recordings_without_history_or_ranges(tmp_path):
-    for snapshot, told in (
-        (a_snapshot() | {"device_traces": []}, "history of 0 GPUs"),
-        (a_snapshot() | {"device_traces": 2 * a_snapshot()["device_traces"]}, "history of 2 GPUs"),
-        (a_snapshot() | {"external_annotations": []}, "no ranges"),
-    ):
-        with pytest.raises(ProfileError, match=told):
-            read_snapshot(snapshot, {}, {})
-    (tmp_path / "t.json").write_text(json.dumps({"traceEvents": []}))
-    with pytest.raises(ProfileError, match=r"t\.json"):
-        read_memory_trace(tmp_path / "t.json", {}, {})
