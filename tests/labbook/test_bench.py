@@ -150,11 +150,6 @@ def test_if_one_rank_runs_out_of_memory_the_others_learn_it_and_later_cases_run(
     assert time.monotonic() - start < 60  # not the collective's time-out
 
 
-def test_a_bug_of_one_rank_is_told_with_its_rank():
-    with pytest.raises(RuntimeError, match=r"rank 1 of 2 raised KeyError: 'a bug of rank 1'"):
-        ranks(1, 3)
-
-
 def test_the_slowest_rank_counts_a_call_has_its_share_of_a_step_and_a_row_ends_in_its_time():
     cases = grid(limit_s=[60.0, 1e-6], world_size=2, backend="gloo")
     whole, limited = flat(measure(cases, naps, stream=parallel.stream, warmup_steps=1, steps=3))

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_rgb
 
 from labbook.labels import (
-    column_label,
     named_value,
     ordered,
     significant,
@@ -27,11 +26,6 @@ def test_values_without_a_fixed_colour_get_one_that_is_free_and_sizes_darken():
     ):
         lightness = [sum(to_rgb(color)) for color in palette(values, column).values()]
         assert np.all(np.diff(lightness) < 0)
-
-
-def test_columns_carry_their_unit():
-    found = [column_label(name) for name in ("extra_memory_gib", "rate_gbps", "model_size")]
-    assert found == ["extra memory (GiB)", "rate (GB/s)", "model size"]
 
 
 @given(st.floats(1e-6, 1e9))

@@ -79,12 +79,6 @@ def test_a_card_that_is_not_there_or_damaged_is_a_clear_error(figures):
             load_card("h200")
 
 
-def test_the_rates_of_a_cpu_are_measured():
-    rates = module._matmul_tflops(CPU)
-    assert (rates["float32"] > 1e-4, "tf32" in rates) == (True, False)
-    assert 0.01 < module._copy_gbps(CPU) < 5_000
-
-
 @pytest.mark.gpu
 def test_a_gpus_card_is_measured(figures):
     card = machine_card("cuda")

@@ -94,7 +94,7 @@ def lane_rows(lanes: pd.DataFrame, key: Mapping, gap_ms: float = 0.1) -> list[di
     """Lanes as rows, few enough to keep: gaps under `gap_ms` in a lane and stage closed; microseconds."""
     rows = []
     for lane, spans in lanes.sort_values("start_ms").groupby("lane", sort=False):
-        turn = (spans.range != spans.range.shift()).cumsum()  # a stage may come back
+        turn = (spans.range != spans.range.shift()).cumsum().rename("turn")  # a stage may come back
         turns = spans.groupby([turn, spans.range], sort=False)
         closed = turns[_TIMES].apply(covered, gap_ms).reset_index("range").round(3)
         closed = closed.assign(**key, lane=lane, span=range(len(closed)))

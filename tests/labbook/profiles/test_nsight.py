@@ -164,7 +164,7 @@ def put_nsys(tmp_path, put):
 def test_nsys_on_path(put_nsys, tmp_path):
     put_nsys(f"echo report > $out.nsys-rep; cp {SAMPLE} $out.sqlite; exit 0")
     export = record_report(["python", "-m", "target"], tmp_path / "profile")
-    assert export == tmp_path / "out" / "profile.sqlite"
+    assert export == tmp_path / "profile.sqlite"
     assert len(read_export(export).kernels) > 100
     (profile,) = (tmp_path / "log").read_text().splitlines()
     assert "--trace=cuda,nvtx" in profile
@@ -197,7 +197,11 @@ SAID = """==PROF== Connected to process 7
 
 
 def test_counters_of_each_kernel(put):
-    put("ncu", *PYTHON, f"assert sys.argv[-1] == '[1, 2]' and 'a,b' in sys.argv; print({SAID!r})")
+    put(
+        "ncu",
+        *PYTHON,
+        f"assert sys.argv[-1] == '[1, 2]' and '--metrics=a,b' in sys.argv; print({SAID!r})",
+    )
     first, second = count_kernels("pass", [1, 2], ["a", "b"])
     wanted = {
         "kernel": "cudnn::dot",
