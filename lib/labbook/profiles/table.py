@@ -15,7 +15,13 @@ from labbook.profiles.names import kernel_class, short_name
 
 MS = 1e-6  # nanoseconds to milliseconds
 STEP = "measure"  # the range of one measured step
-_KEYS = ["range", "kernel", "class", "stream", "kind"]  # tell kernels of a table apart
+_KEYS = [  # tell kernels of a table apart
+    "range",
+    "kernel",
+    "class",
+    "stream",
+    "kind",
+]
 _INTEGERS = dict.fromkeys(["process", "start_ns", "end_ns"], "int64")
 
 
