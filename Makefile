@@ -22,7 +22,7 @@ test: setup ## lint, tests, and every notebook against its own outputs
 	@$(PY) -m cs336_systems release-check || true
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --nbval --nbval-current-env tests notebooks $(ARGS)
 
-test-bounds: ## the tests with the newest versions, part of them with the oldest, that pyproject.toml allows (for owners)
+test-bounds: ## the tests with the newest versions, part of them with the oldest and mixed ones (for owners)
 	@sh lib/bounds.sh $(ARGS)
 
 solutions: setup ## try all right and wrong solutions of the notebooks' steps (for owners)

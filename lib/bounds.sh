@@ -1,43 +1,61 @@
 #!/bin/sh
-# Does the workbook run with every version that pyproject.toml allows? In .bounds/ it makes two environments, of up to
-# 6 GB each, which stay for the next time, and runs in the newest all tests and all notebooks, in the oldest what depends
+# Does the workbook run with every version that pyproject.toml allows? In .bounds/ it makes three environments, of up to
+# 6 GB each, which stay for the next time, and runs in the newest all tests and all notebooks, in the others what depends
 # most on the versions, on the CPU:
 #   oldest  every lower bound of pyproject.toml, on the oldest Python here
 #   newest  the newest of everything that there is, pinned to nothing, with pyarrow, in which pandas then keeps text, on the newest Python here
-# `sh lib/bounds.sh oldest` tries one of them, PYTHON=... with that interpreter. Ends with a line for each.
+#   mixed   as images for GPUs have it: the oldest torch and triton, NumPy's newest, pandas 3.0 and pyarrow
+# `sh lib/bounds.sh mixed` tries one of them, PYTHON=... with that interpreter. Ends with a line for each.
 set -eu
 cd "$(dirname "$0")/.."
 mkdir -p .bounds
+lowest=$(grep -oE '"[A-Za-z0-9_-]+>=[0-9.]+' pyproject.toml | grep -v setuptools | tr -d '"' | sed 's/>=/==/')
 
-try() {  # name, minor versions of Python in order, tests
-    name=$1 minors=$2
-    shift 2
-    export CS336_VENV=".bounds/$name" CS336_PINS=".bounds/$name.txt"
-    for minor in $minors; do  # the first that runs: version managers leave shims that only fail
-        [ -n "${PYTHON:-}" ] || ! "python3.$minor" -c '' 2>/dev/null || export PYTHON="python3.$minor"
-    done
+python_of() {  # the first that runs: version managers leave shims that only fail
+    case $1 in oldest) set -- 11 12 13 14 ;; newest) set -- 14 13 12 11 ;; *) set -- 12 13 14 11 ;; esac
+    for minor; do "python3.$minor" -c '' 2>/dev/null && echo "python3.$minor" && return; done
+}
+
+pins_of() {
+    case $1 in
+        oldest) echo "$lowest" ;;
+        newest) ;;
+        mixed) echo "$lowest" | grep -E '^(torch|triton)=='; echo 'pandas==3.0.*' ;;
+        *) echo "no environment $1; allowed: oldest, newest, mixed" >&2; exit 2 ;;
+    esac
+}
+
+try() {
+    export CS336_VENV=".bounds/$1" CS336_PINS=".bounds/$1.txt" PYTHON="${PYTHON:-$(python_of "$1")}"
+    pins_of "$1" >"$CS336_PINS"
     # Without a CPU build of this torch, and none is on PyPI, any build will do.
     sh lib/setup.sh || TORCH=$(grep '^torch==' "$CS336_PINS" || echo torch) sh lib/setup.sh || return
     python="$CS336_VENV/bin/python"
-    [ "$name" = oldest ] || "$python" -m pip install -qq pyarrow || return
+    [ "$1" = oldest ] || "$python" -m pip install -qq -c "$CS336_PINS" pyarrow || return
+    case $1 in
+        newest) set -- tests notebooks ;;
+        *) set -- tests/kernels tests/labbook/test_*.py tests/test_environment.py notebooks/1[13]_*.ipynb notebooks/2[1347]_*.ipynb ;;
+    esac
     CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 "$python" -m pytest -q -n 2 --dist loadfile --nbval --nbval-current-env "$@"
 }
 
-oldest() {
-    grep -oE '"[A-Za-z0-9_-]+>=[0-9.]+' pyproject.toml | grep -v setuptools | tr -d '"' | sed 's/>=/==/' >.bounds/oldest.txt
-    try oldest '11 12 13 14' tests/kernels tests/labbook/test_*.py tests/test_environment.py notebooks/1[13]_*.ipynb notebooks/2[1347]_*.ipynb
-}
-
-newest() {
-    : >.bounds/newest.txt
-    try newest '14 13 12 11' tests notebooks
+versions() {
+    ".bounds/$1/bin/python" - <<'PY'
+import sys
+from importlib.metadata import PackageNotFoundError, version
+print("Python", sys.version.split()[0], end="")
+for name in ("torch", "triton", "numpy", "pandas", "pyarrow", "matplotlib", "nbconvert", "papermill", "jupyterlab"):
+    try:
+        print(f", {name} {version(name)}", end="")
+    except PackageNotFoundError:
+        print(f", no {name}", end="")
+PY
 }
 
 told='' failed=0
-for name in ${1:-oldest newest}; do
-    if ("$name"); then outcome=passed; else outcome=FAILED failed=1; fi
-    versions=$(".bounds/$name/bin/python" -m pip freeze 2>/dev/null | grep -E '^(torch|triton|numpy|pandas|pyarrow|jupyterlab)==' | xargs)
-    told="$told$name $outcome: ${versions:-not installed}
+for name in ${1:-oldest newest mixed}; do
+    if (try "$name"); then outcome=passed; else outcome=FAILED failed=1; fi
+    told="$told$name $outcome: $(versions "$name" 2>/dev/null || echo 'not installed')
 "
 done
 printf '%s' "$told"

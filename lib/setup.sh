@@ -36,6 +36,15 @@ if [ -f "$stamp" ] && kept; then
     if [ "$(cat "$stamp")" = "$wanted gpu=yes" ] || [ "$(cat "$stamp")" = "$wanted gpu=$gpu" ]; then exit 0; fi
 fi
 
+# Where uv is, it makes a new .venv. What it cannot do is done with pip below.
+if ! kept && command -v uv >/dev/null 2>&1; then
+    say "making $venv with uv"
+    build=; [ "$gpu" = yes ] || build=--torch-backend=cpu
+    uv venv -q --seed --clear --python "${PYTHON:->=3.11,<3.15}" "$venv" &&
+        uv pip install -q --python "$python" $build -c "$pins" "${TORCH:-$pinned_torch}" -e '.[dev,site]' ||
+        say "uv could not (reason above): pip goes on"
+fi
+
 find_python() {  # a name on the PATH is not enough: version managers leave shims that only fail
     for candidate in ${PYTHON:-python3.12 python3.13 python3.11 python3.14 python3}; do
         if suits "$candidate"; then command -v "$candidate"; return; fi
@@ -44,10 +53,15 @@ find_python() {  # a name on the PATH is not enough: version managers leave shim
 }
 
 if ! kept || ! "$python" -m pip --version >/dev/null 2>&1; then
-    base=$(find_python) || die "needs Python 3.11 to 3.14: install one, or name it: make PYTHON=/path/to/python3.12"
+    base=$(find_python) || die "needs Python 3.11 to 3.14; found ${PYTHON:-python3} =" \
+        "$("${PYTHON:-python3}" --version 2>/dev/null || echo none). Install one, or name it: make PYTHON=/path/to/python3.12"
     say "making $venv with $base ($("$base" --version))"
-    rm -rf "$venv"
-    "$base" -m venv "$venv" || die "$base cannot make a virtual environment (reason above); Debian: apt-get install python3-venv"
+    made() { rm -rf "$venv" && "$base" -m venv "$venv"; }
+    made || {  # Debian and Ubuntu keep what makes one in a package of its own
+        package=python$("$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv
+        [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 && say "installing $package" && apt-get update -qq >&2 &&
+            DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package" >&2 && made
+    } || die "$base cannot make a virtual environment (reason above): sudo apt-get install $package"
 fi
 rm -f "$stamp"
 
@@ -73,6 +87,9 @@ install_torch() {
 install_torch || die "no build of $pinned_torch for this machine could be installed (reason above)." \
     "To take another one, however large: make TORCH=$pinned_torch"
 
+# A torch that was asked for and is too old: pip would replace it, and say nothing.
+[ -z "${TORCH:-}" ] || "$python" lib/cs336_systems/versions.py >/dev/null
+
 say "installing the workbook and what it stands on"
 if [ -n "${TORCH:-}" ]; then  # another torch brings its own triton: pin everything but these two
     sed -E '/^(torch|triton)==/d' "$pins" >"$venv/pins.txt"
@@ -80,5 +97,6 @@ else
     cp "$pins" "$venv/pins.txt"
 fi
 "$python" -m pip install -qq -c "$venv/pins.txt" -e '.[dev,site]' || die "pip failed (reason above); make continues where it stopped"
+"$python" lib/cs336_systems/versions.py
 printf '%s' "$wanted gpu=$gpu" >"$stamp"
 say "ready: $("$python" -c 'import sys, torch; print("Python", sys.version.split()[0] + ", torch", torch.__version__)')"

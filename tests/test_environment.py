@@ -12,6 +12,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from cs336_systems import versions
+
 REPOSITORY = Path(__file__).parents[1]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 CONDA = yaml.safe_load((REPOSITORY / "environment.yml").read_text())
@@ -92,6 +94,28 @@ def test_every_requirement_is_pinned_within_its_range_and_to_no_build():
         assert "+" not in pin.version, f"{name}: the build (CPU, CUDA) is chosen by lib/setup.sh"
         assert name not in ALL or ALL[name].specifier.contains(pin.version), name
     assert ALL.keys() <= pins().keys()
+
+
+def test_what_was_tried_begins_at_the_bounds_and_holds_the_pins():
+    for name, (oldest, _) in versions.TRIED.items():
+        assert ALL[name].specifier == SpecifierSet(f">={oldest}")
+        (pin,) = pins()[name]
+        assert versions.too_old({name: pin.version}) == versions.untried({name: pin.version}) == ""
+
+
+def test_older_versions_are_refused_and_newer_ones_named():
+    tried = {"torch": "2.15.0+cu132", "triton": "3.9.0", "numpy": "2.5.5", "pandas": "3.1.1"}
+    assert versions.too_old(tried) == versions.untried(tried) == ""
+    old = versions.too_old(tried | {"torch": "2.10.0+cpu"})
+    assert old.startswith("torch 2.10.0+cpu is too old, the workbook needs 2.11 or newer: make")
+    newer = versions.untried(tried | {"torch": "2.16.0a0", "numpy": "3.0.0"})
+    assert newer.endswith("torch 2.16.0a0 (tried up to 2.15), numpy 3.0.0 (tried up to 2.5)")
+
+
+def test_a_triton_that_torch_was_not_made_with_is_named():
+    requirements = ["numpy", 'triton~=3.9.0; platform_system == "Linux"']
+    assert versions.mismatched(requirements, "3.9.2") == versions.mismatched([], "3.6.0") == ""
+    assert "triton 3.6.0 does not belong" in versions.mismatched(requirements, "3.6.0")
 
 
 SET_UP = "Makefile lib/setup.sh lib/bounds.sh lib/pins.txt environment.yml pyproject.toml .ci/run"

@@ -4,10 +4,10 @@ import os
 
 import torch
 
-if torch.__version__ < "2.11":
-    raise ImportError(
-        f"torch {torch.__version__} is too old: make setup, or pip install 'torch>=2.11'"
-    )
+from cs336_systems import versions
+
+if message := versions.too_old(versions.installed()):
+    raise ImportError(message)
 
 # Without a CUDA GPU, Triton kernels run in Triton's interpreter. Triton reads this when it is first imported
 # (torch.compile and the optimizers import it too), so it is decided here, before anything else can.

@@ -1,0 +1,85 @@
+"""Which versions the workbook was tried with: older ones are refused in a sentence, newer ones named in one.
+
+The newest torch and triton were tried in part, on a CPU: row kernels, some of attention's, FSDP2's messages;
+and attention's kernels of 16 bits were compiled ahead of time for GPUs from Ampere to Blackwell.
+
+`python lib/cs336_systems/versions.py` says it of what is installed, as lib/setup.sh does. It imports nothing
+but Python's own: importing torch takes seconds.
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, requires, version
+
+# Oldest and newest. pyproject.toml has the oldest alone: pip would refuse what nobody has tried.
+TRIED = {
+    "torch": ("2.11", "2.15"),
+    "triton": ("3.6", "3.9"),
+    "numpy": ("2.0", "2.5"),
+    "pandas": ("2.2.3", "3.1"),
+}
+
+
+def installed() -> dict[str, str]:
+    """The versions that are here, of TRIED; without triton where there is none."""
+    versions = {}
+    for name in TRIED:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def too_old(versions: Mapping[str, str]) -> str:
+    """A sentence with the bound and the command if one of these is older than what was tried, or nothing."""
+    for name, number in versions.items():
+        oldest, _ = TRIED[name]
+        if _numbers(number) < _numbers(oldest):
+            # The builds of torch bring the triton that they were made with.
+            package = "torch" if name == "triton" else name
+            command = f"pip install '{package}>={TRIED[package][0]}'"
+            bound = f"{name} {number} is too old, the workbook needs {oldest} or newer"
+            return f"{bound}: make setup, or {command}"
+    return ""
+
+
+def untried(versions: Mapping[str, str]) -> str:
+    """A sentence that names what is newer than what was tried, or nothing."""
+    newer = [
+        f"{name} {number} (tried up to {TRIED[name][1]})"
+        for name, number in versions.items()
+        if _numbers(number)[:2] > _numbers(TRIED[name][1])
+    ]
+    return f"newer than what the workbook was tried with: {', '.join(newer)}" if newer else ""
+
+
+def mismatched(requirements: Iterable[str], triton: str) -> str:
+    """A sentence if this triton is another than the one that torch requires, or nothing: CPU builds require none."""
+    for requirement in requirements:
+        wanted = re.match(r"triton *[=~]= *(\d+\.\d+)", requirement)
+        if wanted and _numbers(wanted[1]) != _numbers(triton)[:2]:
+            return f"triton {triton} does not belong to this torch, which was made with {wanted[1]}: make setup"
+    return ""
+
+
+def _numbers(number: str) -> tuple[int, ...]:
+    """Of "2.15.0a0+cu132" 2, 15, 0."""
+    release = re.match(r"[\d.]*\d", number)
+    return tuple(int(part) for part in release[0].split("."))
+
+
+def main() -> None:
+    versions = installed()
+    if message := too_old(versions):
+        sys.exit(f"set-up: {message}")
+    messages = [untried(versions)]
+    if "triton" in versions:
+        messages.append(mismatched(requires("torch") or [], versions["triton"]))
+    for message in filter(None, messages):
+        print(f"set-up: {message}")
+
+
+if __name__ == "__main__":
+    main()
