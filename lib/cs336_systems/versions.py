@@ -56,11 +56,11 @@ def untried(versions: Mapping[str, str]) -> str:
 
 
 def mismatched(requirements: Iterable[str], triton: str) -> str:
-    """A sentence if this triton is another than the one that torch requires, or nothing: CPU builds require none."""
+    """A sentence if torch requires another triton than this, or nothing. CPU builds require none."""
     for requirement in requirements:
         wanted = re.match(r"triton *[=~]= *(\d+\.\d+)", requirement)
         if wanted and _numbers(wanted[1]) != _numbers(triton)[:2]:
-            return f"triton {triton} does not belong to this torch, which was made with {wanted[1]}: make setup"
+            return f"triton {triton} does not belong to this torch, which wants {wanted[1]}: make setup"
     return ""
 
 
