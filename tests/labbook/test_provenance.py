@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("figures")
 
 def save(name: str, run: runs.Run | None = None) -> str:
     """The run of a row that was saved."""
+    run = run or runs.Run(SLUG, MACHINE)
     save_rows([{"accumulation": name, "total": 1.0}], SLUG, TABLE, MACHINE, run)
     rows = load_rows(SLUG, MACHINE, TABLE)
     return rows.loc[rows["accumulation"] == name, "run"].item()
