@@ -22,6 +22,7 @@ family(
     sdpa_flash      | FlashAttention-2         | purple
     flex            | FlexAttention            | sky
     sdpa_cudnn      | cuDNN                    | black
+    sdpa_fa4        | FlashAttention 4
     flash_pytorch   | Flash (PyTorch)          | brown
     flash_compiled  | Flash (compiled backward)| wine
     flash_triton    | Flash (ours)             | green

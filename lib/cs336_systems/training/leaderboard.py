@@ -8,16 +8,19 @@
 Who shards is handed in, as `parallel` is built on this room and not the other way round.
 """
 
+import importlib.util
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import attention
 from torch.optim import AdamW
 
-from cs336_systems.attention.implementations import OURS
+from cs336_systems.attention.implementations import OURS, sdpa_backend
 from cs336_systems.configs import ModelConfig
 from cs336_systems.dtypes import torch_dtype
 from cs336_systems.model import build_model
@@ -138,7 +141,7 @@ class ShardedModel:
         torch.manual_seed(0)
         self.world_size = context.world_size
         self.device = context.device
-        # Which of PyTorch's kernels attends is chosen around the steps, by `sdpa_backend`.
+        # Which of PyTorch's kernels attends is chosen around the steps, by `attending`.
         attends = OURS if parts.keeps is None else "sdpa"
         self.net = build_model(
             config, batch.context_length, attention_implementation=attends, device=self.device
@@ -221,7 +224,28 @@ def fill(room: float, sizes: Mapping[str, int], layers: int) -> dict[str, int]:
 
 
 def attention_of(parts: FullStep, device_type: str) -> str:
-    """Ours, or what FSDP2 attends by: cuDNN's kernels."""
+    """Ours, or what FSDP2 attends by: FlashAttention 4 where it is installed and runs, else cuDNN's."""
     if parts.keeps is None:
         return OURS
-    return "sdpa_cudnn" if device_type == "cuda" else "sdpa"
+    if device_type != "cuda":
+        return "sdpa"
+    has_fa4 = (
+        hasattr(attention, "activate_flash_attention_impl")
+        and torch.cuda.get_device_capability()[0] in (9, 10)
+        and importlib.util.find_spec("flash_attn")
+        and importlib.util.find_spec("flash_attn.cute")
+    )
+    return "sdpa_fa4" if has_fa4 else "sdpa_cudnn"
+
+
+@contextmanager
+def attending(name: str) -> Iterator[None]:
+    """Let PyTorch's attention be this one, of `attention_of`."""
+    if name == "sdpa_fa4":
+        # Behind the backend of FlashAttention 2, whose kernels it replaces.
+        attention.activate_flash_attention_impl("FA4")
+        name = "sdpa_flash"
+    with sdpa_backend(name):
+        yield
+    if name == "sdpa_flash":
+        attention.restore_flash_attention_impl()
