@@ -98,3 +98,19 @@ def test_the_page_for_teachers_adds_up():
         line += [f"{total / 60:.1f}" for total in minutes]
         line += [str(len(points)), str(sum(points))]
         assert f"| {' | '.join(line + CHAPTERS[first])} |" in TEACHING
+
+
+@pytest.mark.parametrize("name", sorted(set(read_map()) - {"00_start_here"}))
+def test_every_part_of_a_problem_leads_to_its_answer(name):
+    """Bold names are answers of the page, and each answer that is named by a letter or a number is a part."""
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", 4)
+    calls = r'^\s*answer\(\s*"(.+?)"'
+    answers = {
+        answer for cell in notebook.cells for answer in re.findall(calls, cell.source, re.MULTILINE)
+    }
+    pattern = rf"^\| \[{name[:2]}\]\(notebooks/{name}\.ipynb\) \| (.*) \| (.*) \|$"
+    editions, parts = re.search(pattern, TEACHING, re.MULTILINE).groups()
+    named = set(re.findall(r"\*\*(.+?)\*\*", parts))
+    assert named <= answers
+    assert {answer for answer in answers if len(answer.split(",")[0]) == 1} <= named
+    assert tuple(editions.split(", ")) == read_map()[name].editions
