@@ -4,35 +4,21 @@ from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
-from labbook.labels import UNITS
 from labbook.schema import schema
-
-
-def key_columns(frame: pd.DataFrame) -> list[str]:
-    """The columns that say what was measured and where, as opposed to what came out."""
-    keys = schema().keys
-    values = schema().values | {"status", "reason", "run"}
-    return [
-        name for name in frame if name in keys or not (name in values or _is_value(frame[name]))
-    ]
-
-
-def _is_value(column):
-    """Whether a column that no table has is a result, by its numbers or its name."""
-    _, _, end = column.name.rpartition("_")
-    return column.dtype.kind == "f" or end == "status" or end in UNITS
 
 
 def require_one_row_each(frame: pd.DataFrame, *by: str | None) -> None:
     """Raises ValueError when two rows would be drawn in one place, naming what tells them apart."""
     named = filter(None, by)
     columns = list(dict.fromkeys(named))
+    results = schema().values | {"status", "reason", "run"}
+    others = [name for name in frame if name not in results]
     for key, group in frame.groupby(columns, dropna=False, sort=False):
         if len(group) == 1:
             continue
         pairs = zip(columns, key, strict=True)
         place = ", ".join(f"{column}={value}" for column, value in pairs)
-        varying = varying_values(group, key_columns(group)) or "nothing: they are duplicates"
+        varying = varying_values(group, others) or "nothing: they are duplicates"
         raise ValueError(f"{len(group)} rows share {place}; they differ in {varying}")
 
 

@@ -31,11 +31,6 @@ class Schema:
     allowed: dict[str, Sequence[str]]
 
     @cached_property
-    def keys(self) -> set[str]:
-        """The key columns of any table."""
-        return set().union(*(table.keys for table in self.tables.values()))
-
-    @cached_property
     def values(self) -> set[str]:
         """The value columns of any table."""
         return set().union(*(table.values for table in self.tables.values()))

@@ -34,7 +34,7 @@ from tests.checks.solutions import makes, reads
 
 import labbook.compare
 import labbook.page
-from labbook.compare import key_columns
+from labbook.labels import UNITS
 from labbook.project import project
 from labbook.schema import schema
 
@@ -118,7 +118,7 @@ class Notebook:
         return self._changed((slug, machine, table), LOAD_ROWS, schema().tables[table].keys)
 
     def _load_published(self, name: str) -> pd.DataFrame:
-        return self._changed((name,), PUBLISHED, key_columns(PUBLISHED(name)))
+        return self._changed((name,), PUBLISHED, _key_columns(PUBLISHED(name)))
 
     def _changed(self, place: tuple, load: Callable, keys: Collection[str]) -> pd.DataFrame:
         self.now.from_rows = True
@@ -129,6 +129,21 @@ class Notebook:
             self.frames[place] = frame, values, labels
         frame, values, _ = self.frames[place]
         return perturbed(frame, values, *self.perturb) if self.perturb else frame.copy()
+
+
+def _key_columns(frame: pd.DataFrame) -> list[str]:
+    """The columns that say what was measured and where, as opposed to what came out."""
+    keys = set().union(*(table.keys for table in schema().tables.values()))
+    values = schema().values | {"status", "reason", "run"}
+    return [
+        name for name in frame if name in keys or not (name in values or _is_value(frame[name]))
+    ]
+
+
+def _is_value(column: pd.Series) -> bool:
+    """Whether a column that no table has is a result, by its numbers or its name."""
+    _, _, end = column.name.rpartition("_")
+    return column.dtype.kind == "f" or end == "status" or end in UNITS
 
 
 def _needed(cells: list[Cell]) -> Iterator[Cell]:

@@ -6,11 +6,11 @@ with plain attention; the tests hold them against torch's FLOP counter and the s
 
 from cs336_systems.accounting import checkpoint_costs, scaling, sharding_costs
 from cs336_systems.accounting.attention_costs import (
-    attention_flops, attention_peak_breakdown, attention_saved_bytes, attention_traffic_bytes,
+    attention_flops, attention_peak_breakdown, attention_saved_bytes,
     flash_bytes, flash_flops, flash_scores,
 )  # fmt: skip
 from cs336_systems.accounting.collective_costs import (
-    COLLECTIVES, MB, bus_factor, fit_alpha_beta, fit_collective, reference_link,
+    MB, bus_factor, fit_alpha_beta, fit_collective, reference_link,
 )  # fmt: skip
 from cs336_systems.accounting.data_sheets import Hardware, hardware, machines
 from cs336_systems.accounting.element_counts import DTYPE_BYTES, Counts

@@ -62,21 +62,6 @@ def attention_peak_breakdown(
     return {"q, k, v": 3 * operand} | alive | small
 
 
-def attention_traffic_bytes(
-    batch_size: int, context_length: int, d_head: int, pass_: str = "forward"
-) -> int:
-    """Bytes that eager float32 attention, without a mask, reads and writes: each operation is a kernel.
-
-    The softmax is `functional.softmax`, each operation of which is a kernel too; torch.softmax is one kernel.
-    Forward makes 12 passes over the scores (write q k^T; scale; maximum; subtract; exponential; sum; divide;
-    read for the matmul with v), backward 23, of which 17 belong to the softmax.
-    """
-    forward = 12 * context_length + 4 * d_head + 4
-    backward = 23 * context_length + 10 * d_head + 5
-    elements = {"forward": forward, "backward": backward, "forward_backward": forward + backward}
-    return FLOAT32_BYTES * elements[pass_] * batch_size * context_length
-
-
 def flash_flops(
     sequences: int, context_length: int, d_head: int, pass_: str = "forward", is_causal: bool = True
 ) -> int:
