@@ -26,7 +26,7 @@ _STRANGE_OUTPUT = re.compile(
 
 def problems(notebook: NotebookNode, name: str) -> list[str]:
     """A sentence for everything that keeps a notebook, NN_slug, from being committed; none if it is well."""
-    rules = [_execution, _parameters, _cells, _imports, _exercises, _outputs, _metadata]
+    rules = [_execution, _parameters, _cells, _pictures, _imports, _exercises, _outputs, _metadata]
     problems = [problem for rule in rules for problem in rule(notebook)]
     if not is_last(name):
         problems += _title(notebook, name)
@@ -47,6 +47,16 @@ def _execution(notebook: NotebookNode) -> Iterator[str]:
     yield from (
         f"a cell ended with {output.ename}" for output in outputs if output.output_type == "error"
     )
+
+
+def _pictures(notebook: NotebookNode) -> Iterator[str]:
+    for cell in _code(notebook):
+        tree = ast.parse(re.sub(r"^%.*", "pass", cell.source, flags=re.MULTILINE))
+        for node in ast.walk(tree):
+            is_shown = tree.body and node is tree.body[-1]
+            text = ast.unparse(node) if isinstance(node, ast.Expr) and not is_shown else ""
+            if text.startswith("page.figure("):
+                yield f"a picture is drawn and not shown: {text}; allowed: display({text})"
 
 
 def _title(notebook: NotebookNode, name: str) -> Iterator[str]:
