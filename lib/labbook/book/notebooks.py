@@ -7,6 +7,7 @@ before anything runs, in `parameters.yaml`: papermill itself warns about an unkn
 import ast
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -155,7 +156,7 @@ def parameter_errors(
     return list(filter(None, errors))
 
 
-def _type_error(name: str, value: Any, default: Any) -> str:
+def _type_error(name, value, default):
     is_list = isinstance(default, list)
     kind = type(_listed(default)[0])
     kinds = {int, float} if kind is float else {kind}
@@ -171,7 +172,7 @@ def rules_of(slug: str) -> dict[str, dict[str, Any]]:
     return file.get("every notebook", {}) | file.get(slug, {})
 
 
-def _value_error(name: str, rule: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+def _value_error(name, rule, values):
     """Of a value of the right type: a word that means nothing, a number that makes no sense."""
     items = _listed(values[name])
     if not items and not rule.get("may_be_empty"):
@@ -181,14 +182,14 @@ def _value_error(name: str, rule: Mapping[str, Any], values: Mapping[str, Any]) 
     words = _words(rule, values)
     for item in items:
         allowed = _limits(item, rule, values) if "most" in rule else ""
-        if words and item not in words:
+        if words and not any(fnmatchcase(str(item), str(word)) for word in words):
             allowed = ", ".join(map(str, words))
         if allowed:
             return f"{name} has {item!r}; allowed: {allowed}"
     return ""
 
 
-def _words(rule: Mapping[str, Any], values: Mapping[str, Any]) -> list[Any]:
+def _words(rule, values):
     """What the value may be, in order; empty where it is no word."""
     words = rule.get("words", [])
     if isinstance(words, str):  # "module:name", of a collection, or of a function that returns one
@@ -199,17 +200,19 @@ def _words(rule: Mapping[str, Any], values: Mapping[str, Any]) -> list[Any]:
     return list(words) + rule.get("also", [])
 
 
-def _limits(number: float, rule: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+def _limits(number, rule, values):
     """What a number may be, where this one is something else."""
     least = rule["least"]
     most = rule["most"]
     if not least <= number <= most:  # nor is NaN
         return f"{least} to {most}"
+    if rule.get("power_of_two") and number.bit_count() > 1:
+        return "a power of two"
     divisor = rule.get("multiple_of", 0)
     divisors = _listed(values.get(divisor, divisor))
     is_multiple = all(number % each == 0 for each in divisors if each > 0)
     return "" if is_multiple else f"a multiple of {divisor}"
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value):
     return list(value) if isinstance(value, list | tuple) else [value]

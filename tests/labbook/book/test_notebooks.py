@@ -86,6 +86,11 @@ def test_what_a_notebook_cannot_run_with_is_refused(given):
     assert "; allowed: " in error
 
 
+def test_a_family_of_words_or_numbers_is_taken():
+    assert not errors_of("16", "strategies=[every 5, every 12]")
+    assert not errors_of("56", "num_devices=2048")
+
+
 @pytest.mark.parametrize("notebook", NOTEBOOKS)
 def test_every_parameter_has_a_rule_which_its_default_follows(notebook):
     known = NOTEBOOKS[notebook]
