@@ -21,7 +21,6 @@ UNITS = {
     "s": "s",
     "ms": "ms",
     "us": "µs",
-    "kib": "KiB",
     "mib": "MiB",
     "gib": "GiB",
     "mb": "MB",

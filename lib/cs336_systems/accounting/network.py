@@ -9,8 +9,6 @@ slow link). Collectives run around rings (Patarasuk and Yuan 2009).
 
 import numpy as np
 
-from cs336_systems.arguments import check_choice
-
 # How often each part of the message goes around.
 _TURNS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
@@ -29,7 +27,6 @@ def ring_seconds(
         bytes_per_s: of each device's link, or of all; one smaller entry is a slow link.
         hop_s: latency of a message.
     """
-    check_choice("collective", collective, _TURNS)
     sending = message_bytes / devices / np.broadcast_to(bytes_per_s, devices)
     rounds = _TURNS[collective] * (devices - 1)
     clocks = np.zeros(devices)

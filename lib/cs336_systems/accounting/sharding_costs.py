@@ -25,7 +25,6 @@ from cs336_systems.accounting.model_memory import saved_by_block, saved_by_head
 from cs336_systems.configs import ModelConfig
 from cs336_systems.sharding import SHARDED, Sharding
 
-MOMENTS = ("initialised", "before step", "after step", "peak")
 CATEGORIES = SHARDED + ("rest",)
 TOKEN_BYTES = 2 * 8  # an id and a target, 64-bit integers
 
@@ -89,7 +88,7 @@ def held_bytes(
     config: ModelConfig, sharding: Sharding, world_size: int, batch_size: int, context_length: int,
     dtype: str = "float32", device: str = "cuda",
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Bytes that a rank holds at each of MOMENTS, in each of CATEGORIES; attention and AdamW are fused.
+    """Bytes that a rank holds at four moments, in each of CATEGORIES; attention and AdamW are fused.
 
     Before and after the step are those of the first step, which begins without gradients and without state.
     The peak is that of a later one. Buffers, the rotary tables, are counted with the parameters.

@@ -92,8 +92,8 @@ def loss_of(model: nn.Module, rank: int, step: int = 0, **options: bool) -> Tens
     return F.cross_entropy(model(tokens, **options).float(), tokens)
 
 
-def one_step(wrapped: nn.Module, step: int = 0) -> None:
-    loss_of(wrapped, dist.get_rank(), step).backward()
+def one_step(wrapped: nn.Module) -> None:
+    loss_of(wrapped, dist.get_rank()).backward()
     wrapped.finish_gradient_synchronization()
 
 

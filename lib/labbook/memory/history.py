@@ -183,7 +183,10 @@ def _pairs(changes, alive):
     older = {address: -size for address, size in first_size.items() if size < 0}
     older |= {address: alive[address] for address in alive.keys() - first_size}
     before = [(-np.inf, address, size, "") for address, size in older.items()]
-    events = pd.DataFrame(before + changes, columns=["start_us", "address", "size_bytes", "code"])
+    events = pd.DataFrame(
+        before + changes,
+        columns=["start_us", "address", "size_bytes", "code"],
+    )
     events["start_us"] = events.start_us.astype(float)
     events["end_us"] = events.groupby("address").start_us.shift(-1).fillna(np.inf)
     return events[events.size_bytes > 0].reset_index(drop=True)

@@ -84,13 +84,11 @@ def complete(events: pd.DataFrame, source: str) -> pd.DataFrame:
     source: their file, for the message.
     """
     needed = ["name", "process", "thread", "start_ns", "end_ns"]
-    has_stream = events.kind.isin(["kernel", "memcpy", "memset", "graph"])
     is_odd = events[needed].isna().any(axis=1)
-    is_odd |= has_stream & events.stream.isna()
     is_odd |= (events.end_ns < events.start_ns).fillna(True).astype(bool)
     if is_odd.any():
         kinds = ", ".join(events.kind[is_odd].unique())
-        needs = "a name, process, thread, stream and end after their start"
+        needs = "a name, process, thread and end after their start"
         count = f"{is_odd.sum()} of {len(events)} events ({kinds})"
         raise ProfileError(f"{source}: {count} do not have {needs}; record it again")
     return events.astype(_INTEGERS | {"correlation": float})
