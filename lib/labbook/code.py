@@ -14,13 +14,12 @@ import dis
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from textwrap import shorten
 from types import CodeType
 
 from IPython.core.inputtransformer2 import TransformerManager
@@ -90,12 +89,6 @@ def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     return sorted({re.sub(r"^[\w.]+/| #\w+$", "", name) for name in names})
 
 
-def reason_changed(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """What changed, in a line: "attention/launcher.py changed since"; "" if nothing did."""
-    names = ", ".join(changed(before, now))
-    return f"{shorten(names, 80, placeholder=' ...')} changed since" if names else ""
-
-
 # A piece of code: its text, and the names in it.
 
 
@@ -109,7 +102,7 @@ def normalised(tree: ast.AST) -> str:
     return _OPTIONAL.sub("", ast.dump(tree))
 
 
-def _joined(values: Sequence[ast.expr]) -> list[ast.expr | str]:
+def _joined(values):
     """The parts of an f-string; versions of Python cut its text differently."""
     parts: list[ast.expr | str] = [""]
     for value in values:
@@ -120,7 +113,7 @@ def _joined(values: Sequence[ast.expr]) -> list[ast.expr | str]:
     return parts
 
 
-def _imports(tree: ast.AST) -> set[str]:
+def _imports(tree):
     """Dotted names of modules, or of something in one; relative ones there are none."""
     names: set[str] = set()
     for node in ast.walk(tree):
@@ -132,7 +125,7 @@ def _imports(tree: ast.AST) -> set[str]:
     return names
 
 
-def _digest(*texts: str) -> str:
+def _digest(*texts):
     text = "".join(texts)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -169,7 +162,7 @@ def code_cells(path: Path) -> tuple[list[str], set[str]]:
     return sources, parameters
 
 
-def _statements(sources: Iterable[str]) -> list[Code]:
+def _statements(sources):
     return [code for source in sources for code in statements(source)]
 
 
@@ -199,7 +192,7 @@ def statements(source: str) -> list[Code]:
     return codes
 
 
-def _read(statement: ast.stmt) -> Code:
+def _read(statement):
     """Raises SyntaxError: it can only stand in a function."""
     tree = ast.Module([statement], type_ignores=[])
     code = Code(_imports(tree))
@@ -220,7 +213,7 @@ def _read(statement: ast.stmt) -> Code:
     return code
 
 
-def _add_names(code: Code, node: ast.AST) -> None:
+def _add_names(code, node):
     match node:
         case ast.Call(ast.Name(name) | ast.Attribute(attr=name), arguments) if name in _SAVES:
             texts = [str(each.value) for each in arguments if isinstance(each, ast.Constant)]
@@ -232,14 +225,14 @@ def _add_names(code: Code, node: ast.AST) -> None:
                 code.changes.add(_root(node))
 
 
-def _root(node: ast.expr) -> str:
+def _root(node):
     """ "a" of a.b[c].d."""
     while isinstance(node, ast.Attribute | ast.Subscript):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _looked_up(bytecode: CodeType, bound: set[str]) -> Iterator[str]:
+def _looked_up(bytecode, bound):
     """The names that bytecode looks up before it binds them; those that it binds are added to `bound`."""
     for step in dis.get_instructions(bytecode):
         if isinstance(step.argval, CodeType):
@@ -251,7 +244,7 @@ def _looked_up(bytecode: CodeType, bound: set[str]) -> Iterator[str]:
             bound.add(step.argval)
 
 
-def _needed(before: Sequence[Code]) -> set[int]:
+def _needed(before):
     """The places of the last statement and of all that bind what it uses, and so on."""
     last = len(before) - 1
     needed: set[int] = set()
@@ -268,7 +261,7 @@ def _needed(before: Sequence[Code]) -> set[int]:
     return needed
 
 
-def _binders(before: Sequence[Code], name: str) -> Iterator[int]:
+def _binders(before, name):
     """The last statement that binds a name, and those that may have changed it since."""
     for place in reversed(range(len(before))):
         code = before[place]
@@ -282,7 +275,7 @@ def _binders(before: Sequence[Code], name: str) -> Iterator[int]:
 
 
 @cache
-def _folder(package: str) -> Path | None:
+def _folder(package):
     """Where a package is that this process would import."""
     spec = find_spec(package)
     places = spec.submodule_search_locations if spec else None
@@ -290,7 +283,7 @@ def _folder(package: str) -> Path | None:
 
 
 @cache
-def _path(name: str) -> Path | None:
+def _path(name):
     """The file of a module, or of the one that something is in."""
     package, *parts = name.split(".")
     folder = _folder(package)
@@ -308,13 +301,13 @@ def _path(name: str) -> Path | None:
 
 
 @cache
-def _module(path: Path) -> tuple[str, set[str]]:
+def _module(path):
     """The hash of a module, and what it imports."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return _digest(normalised(tree)), _imports(tree)
 
 
-def _files(codes: Iterable[Code], rooms: Iterable[str]) -> dict[str, str]:
+def _files(codes, rooms):
     """The hash of each file of some rooms that code leads to."""
     prefixes = tuple(f"{room}." for room in rooms)
     files: dict[str, str] = {}

@@ -44,7 +44,7 @@ def measured(
     return lambda case: _point(case, keys) in points
 
 
-def _point(row: Mapping[str, Any], keys: Iterable[str]) -> tuple:
+def _point(row, keys):
     """What was measured; 1 of a case and 1.0 of a loaded row are the same."""
     return tuple(None if pd.isna(row.get(name)) else row[name] for name in keys)
 

@@ -118,7 +118,7 @@ class Page:
         now = {} if os.environ.get("LABBOOK_AGAIN") else self._code()
         return evidence.rows_of(now, self.rows(table), self.card.slug)
 
-    def _code(self) -> dict[str, str]:
+    def _code(self):
         """The hashes of what the running cell saves (see `labbook.code`); none outside of IPython."""
         return code.of_cells(self._cells, self._names) if self._cells else {}
 
@@ -135,7 +135,7 @@ class Page:
         """Say what this machine's rows answer, without claims; without a text, that it has none."""
         display.display(display.Markdown(f"**{self.card.slug}:** {text or 'not measured here.'}"))
 
-    def _print(self, line: str) -> None:
+    def _print(self, line):
         """Print what this page has not printed yet."""
         if line and line not in self._printed:
             print(line)

@@ -53,7 +53,7 @@ def project() -> Project:
 
 
 @cache
-def _nearest() -> Path:
+def _nearest():
     here = Path.cwd()
     checkout = Path(__file__).resolve().parents[2]
     for folder in [here] + list(here.parents) + [checkout]:
@@ -65,7 +65,7 @@ def _nearest() -> Path:
 
 
 @cache
-def _declared(root: Path) -> Project:
+def _declared(root):
     declared = read_yaml(root / _DECLARATION)
     lists = {name: tuple(declared.get(name, ())) for name in ("committed", "several", "measured")}
     return Project(root, declared.get("reference", ""), **lists)

@@ -5,12 +5,11 @@ has it. So a clone without history, or an archive without git, knows what has ch
 the release where all their hashes are its hashes, whatever commit their run names.
 """
 
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 from statistics import mode
 
 from labbook import code
-from labbook.evidence import Rows, measurements
+from labbook.evidence import measurements
 from labbook.files import write_atomically
 from labbook.project import project
 
@@ -58,18 +57,18 @@ def write(name: str, commit: str = "") -> None:
     write_atomically(_path(), "\n".join([f"{name} {commit}, {date}"] + lines) + "\n")
 
 
-def _committed() -> Iterator[tuple[str, Rows]]:
+def _committed():
     """What runs measured for each notebook on the committed machines."""
     for path in sorted(project().notebooks.glob("[0-9][0-9]_*.ipynb")):
         for rows in measurements(path.stem[3:], project().committed):
             yield path.stem, rows
 
 
-def _path() -> Path:
+def _path():
     return project().root / "RELEASE"
 
 
-def _read() -> tuple[str, str, dict[str, str]]:
+def _read():
     """The release's name, its commit and date, and its hashes."""
     first, *lines = _path().read_text(encoding="utf-8").splitlines()
     name, _, commit_and_date = first.partition(" ")

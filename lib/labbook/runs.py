@@ -90,7 +90,7 @@ class Run:
         return record
 
 
-def _settings() -> dict[str, str]:
+def _settings():
     """Of the environment what changes results, without paths, and torch's switches."""
     settings = {
         name: value
@@ -137,7 +137,7 @@ def git_commit(repository: Path) -> str:
     return f"{commit}+" if changes else commit
 
 
-def _git(repository: Path, *arguments: str) -> str:
+def _git(repository, *arguments):
     command = ("git", "-C", str(repository)) + arguments
     # A git hook names its own repository there.
     environment = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}

@@ -237,15 +237,6 @@ def test_a_file_that_changes_after_it_was_imported_does_not_count_as_what_ran(co
     assert changed == ["training/steps.py"]
 
 
-def test_the_reason_names_what_changed():
-    before = {"cs336_systems/attention/launcher.py": "a", "cs336_systems/model.py": "b"}
-    assert code.reason_changed(before, before | {"more": "d"}) == ""
-    told = "attention/launcher.py, model.py changed since"
-    assert code.reason_changed(before, {}) == told
-    many = dict.fromkeys(map(str, range(99)), "")
-    assert code.reason_changed(many, {}).endswith(" ... changed since")
-
-
 FORMS = """\
 import json
 from pathlib import Path

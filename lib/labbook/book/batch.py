@@ -8,12 +8,13 @@ import importlib.metadata
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import product
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import filelock
@@ -111,7 +112,7 @@ def jobs(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
     return list(by_name.values())
 
 
-def _entries(profile: str, profiles: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _entries(profile, profiles):
     """A notebook and parameters as text for each point of each grid of a profile, included ones too."""
     if profile not in profiles:
         raise BatchError(unknown("profile", profile, profiles))
@@ -173,7 +174,7 @@ def run_batch(jobs: Sequence[Job], folder: Path, *, force: bool = False) -> list
     return outcomes
 
 
-def _run(job: Job, folder: Path) -> Outcome:
+def _run(job, folder):
     """Execute a job and keep how it ended."""
     name = job.notebook.stem
     code_before = _code(job)  # while it is executed it may change
@@ -199,7 +200,8 @@ def reason_to_run(job: Job, folder: Path) -> str:
     if _row_count(job, folder) < outcome.rows:
         return "rows of it are gone"
     now = _code(job)
-    return code.reason_changed(dict.fromkeys(now, "") | outcome.code, now)
+    names = ", ".join(code.changed(dict.fromkeys(now, "") | outcome.code, now))
+    return f"{shorten(names, 80, placeholder=' ...')} changed since" if names else ""
 
 
 def load_outcome(path: Path) -> Outcome | None:
@@ -208,14 +210,14 @@ def load_outcome(path: Path) -> Outcome | None:
         return read_record(path, Outcome)
 
 
-def _row_count(job: Job, folder: Path) -> int:
+def _row_count(job, folder):
     """How many rows of the notebook there are on the machine that the folder is named after."""
     with suppress(RowError):  # of a damaged table: executed again, the notebook says it
         return run_counts(job.notebook.stem.partition("_")[2], folder.name).total()
     return 0
 
 
-def _code(job: Job) -> dict[str, str]:
+def _code(job):
     """What the outcome of a job depends on, by name: parameters, torch, and the code behind what it saves."""
     parameters = notebooks.read_parameters(nbformat.read(job.notebook, as_version=4))
     values = {name: parameter.default for name, parameter in parameters.items()} | job.parameters

@@ -4,8 +4,7 @@ import os
 import signal
 import sys
 import tempfile
-from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from argparse import ArgumentParser
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 
 from labbook import release
 from labbook.book import batch, notebooks, site, slurm
-from labbook.book.execution import Outcome
 from labbook.book.map import put_in_short
 from labbook.book.notebooks import BatchError
 from labbook.book.tidy import tidy, write_copies
@@ -41,7 +39,7 @@ def main(arguments: list[str] | None = None, program: str | None = None) -> int:
         return 2
 
 
-def _parser(program: str | None) -> ArgumentParser:
+def _parser(program):
     parser = ArgumentParser(prog=program, description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
     parsers = {}
@@ -59,7 +57,7 @@ def _parser(program: str | None) -> ArgumentParser:
     return parser
 
 
-def _add_run_options(parser: ArgumentParser) -> None:
+def _add_run_options(parser):
     add = parser.add_argument
     add("--profile", choices=batch.PROFILES, help="default: what this machine has")
     add("--only", nargs="+", default=[], metavar="NOTEBOOK", help="number, slug or name")
@@ -73,7 +71,7 @@ def _add_run_options(parser: ArgumentParser) -> None:
     add("--output", type=Path, default=runs, metavar="FOLDER", help="default: runs")
 
 
-def _run(options: Namespace) -> int:
+def _run(options):
     """execute the notebooks that batch.yaml asks of this machine, where they are not done and unchanged"""
     gpus = torch.cuda.device_count()
     profile = options.profile or list(batch.PROFILES)[min(gpus, 2)]
@@ -111,7 +109,7 @@ def _run(options: Namespace) -> int:
     return _report(outcomes, [] if options.job else [folder])
 
 
-def _run_on_slurm(jobs: Sequence[batch.Job], profile: str, options: Namespace) -> int:
+def _run_on_slurm(jobs, profile, options):
     """Each job by this very command, wherever it is executed."""
     output = options.output.resolve()
     command = [sys.executable] + sys.orig_argv[1:]
@@ -121,7 +119,7 @@ def _run_on_slurm(jobs: Sequence[batch.Job], profile: str, options: Namespace) -
     return _report(outcomes, sorted({path.parent for path in output.glob("*/*.ipynb")}))
 
 
-def _report(outcomes: Sequence[Outcome], folders: Sequence[Path]) -> int:
+def _report(outcomes, folders):
     """Print how each ended, and where the site of each folder is; the exit code."""
     print(f"\n{batch.summary(outcomes)}\n")
     for folder in folders:
@@ -133,7 +131,7 @@ def _report(outcomes: Sequence[Outcome], folders: Sequence[Path]) -> int:
     return int(any(outcome.status == "error" for outcome in outcomes))
 
 
-def _list(options: Namespace) -> None:
+def _list(options):
     """the notebooks, their parameters and defaults"""
     for name, parameters in notebooks.load_notebooks().items():
         print(name)
@@ -141,7 +139,7 @@ def _list(options: Namespace) -> None:
             print(f"    {parameter.name} = {parameter.default!r}  # {parameter.help}")
 
 
-def _notebooks(options: Namespace) -> int:
+def _notebooks(options):
     """execute notebooks in place, on the CPU, as they are committed"""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     paths = _paths(options.names)
@@ -151,24 +149,24 @@ def _notebooks(options: Namespace) -> int:
         return _execute(paths, in_place=True)
 
 
-def _figures(options: Namespace) -> int:
+def _figures(options):
     """redraw the plots of notebooks from the rows, whatever measured them"""
     return _execute(_paths(options.names), in_place=False)
 
 
-def _learn(options: Namespace) -> None:
+def _learn(options):
     """write the learner's copies, solutions cleared, to learn/"""
     print(*write_copies(_paths(options.names), project().root / "learn"), sep="\n")
 
 
-def _site(options: Namespace) -> None:
+def _site(options):
     """the executed notebooks as a site in site/, to be read offline; or those of a run, in its folder"""
     print(
         site.build(options.folder or project().root / "site", options.folder or notebooks.folder())
     )
 
 
-def _release(options: Namespace) -> int:
+def _release(options):
     """write RELEASE, by which pages say with which code the committed rows were measured"""
     if _release_check(options):
         return 1
@@ -176,21 +174,21 @@ def _release(options: Namespace) -> int:
     return 0
 
 
-def _release_check(options: Namespace) -> int:
+def _release_check(options):
     """list the committed rows that are not of today's code, and what has changed since"""
     old = release.old_rows()
     print("\n".join(old or ["all committed rows are of today's code"]))
     return int(bool(old))
 
 
-def _paths(words: list[str]) -> list[Path]:
+def _paths(words):
     """The notebooks that are meant, or all; those come last that show what the others found."""
     known = notebooks.load_notebooks()
     names = sorted(notebooks.resolve(words, known) or known, key=notebooks.is_last)
     return [notebooks.folder() / f"{name}.ipynb" for name in names]
 
 
-def _execute(paths: list[Path], *, in_place: bool) -> int:
+def _execute(paths, *, in_place):
     """Execute notebooks with their defaults; the exit code."""
     statuses = set()
     for path in paths:

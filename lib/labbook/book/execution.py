@@ -69,7 +69,7 @@ def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Outcome:
     return Outcome("error" if reason else "ok", reason, seconds)
 
 
-def _kill_tree(pid: int) -> None:
+def _kill_tree(pid):
     """Kill a process and all its descendants, itself last: it may be the one that calls."""
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
@@ -78,7 +78,7 @@ def _kill_tree(pid: int) -> None:
                 process.kill()
 
 
-def _main(source: str, output: str, parameters: dict[str, Any]) -> None:
+def _main(source, output, parameters):
     """The process: print why papermill failed, in one line, or nothing. It ends when its parent does."""
     threading.Thread(target=_end_with, args=[psutil.Process().parent()], daemon=True).start()
     # What kernels say outside of their cells goes nowhere.
@@ -91,12 +91,12 @@ def _main(source: str, output: str, parameters: dict[str, Any]) -> None:
         report.write(" ".join(_reason(source, output, parameters).split()))
 
 
-def _end_with(parent: psutil.Process) -> None:
+def _end_with(parent):
     parent.wait()
     _kill_tree(os.getpid())
 
 
-def _reason(source: str, output: str, parameters: dict[str, Any]) -> str:
+def _reason(source, output, parameters):
     """Why papermill failed; empty when it did not."""
     try:
         notebook = papermill.execute_notebook(

@@ -73,7 +73,7 @@ def draws_committed_rows(source: str) -> bool:
     return "page.figure" in source and "here=True" not in source
 
 
-def _first_shown(cells: list[NotebookNode], kind: str) -> NotebookNode | None:
+def _first_shown(cells, kind):
     """The first output of a kind."""
     outputs = [output for cell in cells for output in cell.outputs]
     return next((output for output in outputs if kind in output.get("data", {})), None)
@@ -150,7 +150,7 @@ def show_headline(entry: Entry) -> None:
     display.display(display.Markdown(entry.headline))
 
 
-def _small(picture: NotebookNode) -> bytes:
+def _small(picture):
     """The PNG with fewer pixels and colours."""
     png = io.BytesIO(base64.b64decode(picture.data["image/png"]))
     image = Image.open(png).convert("RGB")

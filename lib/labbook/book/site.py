@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.util import find_spec
 from itertools import groupby
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import nbformat
-from nbformat import NotebookNode
 from PIL import Image
 
 from labbook.book import batch, notebooks
@@ -114,7 +112,7 @@ def build(target: Path, executed: Path) -> Path:
     return target / "index.html"
 
 
-def _first_page(machine: str, summary: str, pages: Sequence[_Page]) -> str:
+def _first_page(machine, summary, pages):
     """Of a run: how each notebook ended. Else what the workbook is, and a card for each chapter."""
     if summary:
         return f"# The workbook on {machine}\n\n~~~~text\n{summary}\n~~~~\n"
@@ -122,7 +120,7 @@ def _first_page(machine: str, summary: str, pages: Sequence[_Page]) -> str:
     return f"# {_TITLE}\n\n{about}\n\n{_cards(pages)}\n"
 
 
-def _cards(pages: Sequence[_Page]) -> str:
+def _cards(pages):
     """Of each chapter its name, hours, first picture, and what it asks."""
     questions = notebooks.read_yaml("book.yaml").get("questions", {})
     cards = []
@@ -142,7 +140,7 @@ def _cards(pages: Sequence[_Page]) -> str:
     return _grid(cards)
 
 
-def _gallery(pages: Sequence[_Page]) -> str:
+def _gallery(pages):
     """Every plot of committed rows, by chapter."""
     text = "# Every plot, and what it shows\n"
     for chapter, of_chapter in _by_chapter(pages):
@@ -156,18 +154,18 @@ def _gallery(pages: Sequence[_Page]) -> str:
     return text
 
 
-def _grid(links: Iterable[str]) -> str:
+def _grid(links):
     return f'<div class="grid">{"".join(links)}</div>'
 
 
-def _run_sphinx(source: Path, built: Path, trees: Path) -> None:
+def _run_sphinx(source, built, trees):
     command = [sys.executable, "-m", "sphinx", "-q", "-j", "auto", "-d", trees, source, built]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise BatchError(f"Sphinx could not build the site: {done.stderr.strip()[-500:]}")
 
 
-def _write_page(path: Path, source: Path, names: Mapping[str, str]) -> _Page:
+def _write_page(path, source, names):
     """A notebook's page, with a link to each table of its problem's rows."""
     notebook = nbformat.reads(_linked(path.read_text(encoding="utf-8"), names), as_version=4)
     entry = overview.entry(path.stem, notebook)
@@ -187,7 +185,7 @@ def _write_page(path: Path, source: Path, names: Mapping[str, str]) -> _Page:
     return _Page(entry, pictures)
 
 
-def _write_pictures(notebook: NotebookNode, stem: str, folder: Path) -> Iterator[_Picture]:
+def _write_pictures(notebook, stem, folder):
     """Write the plots of committed rows, and what is attached to text, which myst-nb does not know."""
     for cell in notebook.cells:
         for name, bundle in cell.pop("attachments", {}).items():
@@ -203,7 +201,7 @@ def _write_pictures(notebook: NotebookNode, stem: str, folder: Path) -> Iterator
                     yield _Picture(name, title, *image.size)
 
 
-def _fold(notebook: NotebookNode) -> None:
+def _fold(notebook):
     """Fold what a reader does not need to follow: parameters and imports, solutions, checkers, other code."""
     is_set_up = True
     for cell in notebook.cells:
@@ -224,28 +222,28 @@ def _fold(notebook: NotebookNode) -> None:
         cell.metadata["mystnb"] = {"code_prompt_show": prompt, "code_prompt_hide": prompt}
 
 
-def _linked(text: str, names: Mapping[str, str]) -> str:
+def _linked(text, names):
     """A notebook in which a link to another leads to its page here, and one to a file not here is text."""
 
-    def link(match: re.Match) -> str:
+    def link(match):
         name = names.get(match["name"] or "")
         return f"[{match[1]}]({name}.ipynb{match['at'] or ''})" if name else match[1]
 
     return re.sub(_LINK, link, text)
 
 
-def _by_chapter(pages: Sequence[_Page]) -> list[tuple[str, list[_Page]]]:
+def _by_chapter(pages):
     """The pages of each chapter that has some; "Start" is what comes before all of them."""
     chapters = {0: "Start"} | notebooks.read_yaml("book.yaml").get("chapters", {})
 
-    def chapter_of(page: _Page) -> str:
+    def chapter_of(page):
         number = int(page.entry.name[:2])
         return chapters[max(first for first in chapters if first <= number)]
 
     return [(chapter, list(of_chapter)) for chapter, of_chapter in groupby(pages, chapter_of)]
 
 
-def _contents(pages: Sequence[_Page]) -> str:
+def _contents(pages):
     """The gallery, and the pages by chapter, as the side bar has them."""
     text = ["```{toctree}", ":hidden:", "gallery", "```\n"]
     for chapter, of_chapter in _by_chapter(pages):

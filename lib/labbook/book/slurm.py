@@ -55,9 +55,7 @@ def run_on_slurm(
     return [_outcome(job, output, gpu) for job in jobs]
 
 
-def _submit(
-    job: Job, output: Path, gpu: bool, name: str, command: Sequence[str]
-) -> subprocess.Popen:
+def _submit(job, output, gpu, name, command):
     """An sbatch that ends when its job has; what both say goes into the log of the job."""
     log = _log(job, output)
     options = ["--wait", "--nodes=1", f"--job-name={name}", f"--output={log}", "--open-mode=append"]
@@ -69,23 +67,23 @@ def _submit(
         return subprocess.Popen(words, stdout=file, stderr=file)
 
 
-def _gpus(job: Job) -> int:
+def _gpus(job):
     """NCCL's ranks have one each, Gloo's share one."""
     world_sizes = job.parameters.get("world_sizes") or [job.parameters.get("world_size", 1)]
     return max(world_sizes) if job.parameters.get("backend") == "nccl" else 1
 
 
-def _is_due(job: Job, output: Path, gpu: bool) -> bool:
+def _is_due(job, output, gpu):
     return all(batch.reason_to_run(job, path.parent) for path in _outcomes(job, output, gpu))
 
 
-def _outcomes(job: Job, output: Path, gpu: bool) -> list[Path]:
+def _outcomes(job, output, gpu):
     """Files of how it ended, by machine: of those with GPUs, or of those without."""
     paths = output.glob(f"*/{job.name}.json")
     return [path for path in paths if path.parent.name.startswith("cpu-") != gpu]
 
 
-def _outcome(job: Job, output: Path, gpu: bool) -> Outcome | None:
+def _outcome(job, output, gpu):
     """How a job ended; of one that was refused, or killed before it could say, what Slurm said last."""
     for path in _outcomes(job, output, gpu):
         return batch.load_outcome(path)
@@ -96,5 +94,5 @@ def _outcome(job: Job, output: Path, gpu: bool) -> Outcome | None:
     return Outcome("error", reason, notebook=job.notebook.stem, parameters=job.line())
 
 
-def _log(job: Job, output: Path) -> Path:
+def _log(job, output):
     return output / "slurm" / f"{job.name}.log"

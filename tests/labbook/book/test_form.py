@@ -11,7 +11,7 @@ from nbformat import NotebookNode
 
 from labbook.book.map import MARKS, entry, first_cell, first_sentence
 from labbook.book.notebooks import is_last, read_parameters
-from labbook.book.tidy import CHECKER, HIDE_INPUT, has_solution, tidy
+from labbook.book.tidy import CHECKER, HIDE_INPUT, cleared, has_solution, tidy
 from labbook.project import project
 
 PATHS = sorted(project().notebooks.glob("*.ipynb"))
@@ -125,6 +125,8 @@ def _imports(notebook: NotebookNode) -> Iterator[str]:
 
 def _exercises(notebook: NotebookNode) -> Iterator[str]:
     """A solution is checked before the next one comes, and committed solutions are right."""
+    if any(map(has_solution, cleared(notebook).cells)):
+        yield "a solution's mark is without its other end"
     unchecked = None
     for cell in _code(notebook):
         where = f"cell [{cell.execution_count}]"
