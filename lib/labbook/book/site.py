@@ -27,6 +27,8 @@ from labbook.files import locked, make_folder
 from labbook.project import project
 
 _LINK = r"\[([^][]*)\]\((?:\.\./[^)]*|(?P<name>\d\d_\w+)\.ipynb(?P<at>#[^)]*)?)\)"
+_FOLDED = ("## Measure", "## Results")  # their code: a reader of a page wants the rows
+_SHOWN = ("solution(", "show_source(", "labbook.show_source(")  # the output says it all
 _TITLE = "Making language models train fast, measured"
 _CONFIG = f"""\
 project = html_title = "{_TITLE}"
@@ -202,11 +204,11 @@ def _write_pictures(notebook, stem, folder):
 
 
 def _fold(notebook):
-    """Fold what a reader does not need to follow: parameters and imports, solutions, checkers, other code."""
-    is_set_up = True
+    """Fold what a reader does not need to follow: parameters, imports, solutions, checkers, how rows came about."""
+    section = ""
     for cell in notebook.cells:
         if cell.source.startswith("## "):
-            is_set_up = False
+            section = cell.source.split("\n")[0]
         if cell.cell_type != "code":
             continue
         tags = cell.metadata.setdefault("tags", [])
@@ -214,11 +216,13 @@ def _fold(notebook):
         if has_solution(cell) or CHECKER in tags:
             prompt = "A solution" if has_solution(cell) else "The checker"
             tags.append(HIDE_INPUT)
-        elif is_set_up:
+        elif not section:
             prompt = "Parameters" if "parameters" in tags else "Set-up"
             tags.append("hide-cell")
-        elif cell.source.startswith("solution("):
+        elif cell.source.startswith(_SHOWN):
             tags.append("remove-input")
+        elif section in _FOLDED:
+            tags.append(HIDE_INPUT)
         cell.metadata["mystnb"] = {"code_prompt_show": prompt, "code_prompt_hide": prompt}
 
 
