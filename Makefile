@@ -3,7 +3,7 @@ PY := .venv/bin/python
 # Tests at the same time: up to four, of one thread each. On a GPU one after the other: they would share its memory.
 WORKERS = $(shell $(PY) -c 'import os, torch; print(0 if torch.cuda.is_available() else min(4, os.cpu_count()))')
 
-.PHONY: help setup run list test test-bounds solutions planted claims lab learn notebooks site figures release-check clean
+.PHONY: help setup run list test test-bounds solutions planted claims lab learn notebooks site html figures release-check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -45,6 +45,9 @@ notebooks: setup ## execute every notebook in place on the CPU, as it is committ
 
 site: setup ## the notebooks as a site in site/, read offline
 	@$(PY) -m cs336_systems site $(ARGS)
+
+html: setup ## one executed notebook as a page, folds kept: make html FILE=out.ipynb makes html/00_out.html
+	@mkdir -p html && cp "$(FILE)" "html/00_$(notdir $(FILE))" && $(PY) -m cs336_systems site html
 
 figures: setup ## redraw every plot from the rows
 	@$(PY) -m cs336_systems figures $(ARGS)

@@ -204,7 +204,7 @@ def _write_pictures(notebook, stem, folder):
 
 
 def _fold(notebook):
-    """Fold what a reader does not need to follow: parameters, imports, solutions, checkers, how rows came about."""
+    """Fold what a reader does not need to follow: parameters, imports, solutions, checkers, measuring."""
     section = ""
     for cell in notebook.cells:
         if cell.source.startswith("## "):
