@@ -18,6 +18,7 @@ TINY = model_size("tiny")
             lambda: accounting.peak_phases(TINY, 1, 8, "backward", schedule=((0, 1, 2),)),
             "3 blocks.*2",
         ),
+        (lambda: accounting.bus_factor("reduce", 2), "all_reduce"),
         (lambda: accounting.fit_alpha_beta([1, 1], [1, 2]), "two sizes or more"),
         (lambda: accounting.fit_alpha_beta([1, 2], [1, float("nan")]), "times above 0"),
     ],

@@ -15,7 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from cs336_systems.arguments import check_choice
+
 MB = 2**20
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 
 
 def bus_factor(collective: str, world_size: int) -> float:
@@ -23,6 +26,7 @@ def bus_factor(collective: str, world_size: int) -> float:
 
     In an all-reduce each of the n parts crosses n - 1 links to be summed, and again to be spread.
     """
+    check_choice("collective", collective, COLLECTIVES)
     around = (world_size - 1) / world_size
     return {"all_reduce": 2 * around, "broadcast": 1.0}.get(collective, around)
 

@@ -1,6 +1,7 @@
 """What operations keep for backward, read and write: found with PyTorch's hooks and modes."""
 
 import linecache
+import math
 import re
 import sys
 from collections import Counter
@@ -17,13 +18,31 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from labbook.project import project
 
 _NOTHING_MOVES = ("empty", "new_empty")  # memory is reserved and left as it is
 _GATHERS = ("embedding", "index", "index_select", "gather")  # read only as much as they write
 _OVERWRITE = ("copy_", "fill_", "zero_")  # do not read what they replace
+
+
+def _register_flops(name, factor, query):
+    """A formula that PyTorch lacks: factor * elements of argument `query` * rows of the next one."""
+    packet = getattr(torch.ops.aten, name)
+
+    def formula(*shapes, **_):
+        keys = shapes[query + 1][-2] if len(shapes[query + 1]) > 1 else 1
+        return factor * math.prod(shapes[query]) * keys
+
+    if packet not in flop_registry:
+        register_flop_formula(packet)(formula)
+
+
+_register_flops("mv", 2, 0)
+_register_flops("dot", 2, 0)
+_register_flops("_scaled_dot_product_flash_attention_for_cpu", 4, 0)
+_register_flops("_scaled_dot_product_flash_attention_for_cpu_backward", 10, 1)
 
 
 @cache
@@ -158,6 +177,9 @@ def operations_of(function: Callable) -> list[Operation]:
             changed = [
                 each for each in schema.arguments if each.alias_info and each.alias_info.is_write
             ]
+            # Fused optimizers write gradients only to scale them.
+            if arguments.get("grad_scale") is None:
+                changed = [each for each in changed if each.name != "grads"]
             packet = operation.overloadpacket
             name = packet.__name__
             read = _sizes((args, kwargs))

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from cs336_systems import accounting
+from cs336_systems.attention import ATTENTION
 from cs336_systems.attention.plain import plain_attention
 from cs336_systems.configs import model_size
 from cs336_systems.model import build_model
@@ -77,7 +78,25 @@ def test_compiled_code_runs_and_stays_compiled():
     assert len(runs) == 3
 
 
-def test_closed_form_of_attention_is_what_eager_attention_computes():
+def test_a_fused_optimizer_reads_four_and_writes_three():
+    parameter = nn.Parameter(torch.ones(1000))
+    parameter.grad = torch.ones(1000)
+    step = torch.optim.AdamW([parameter], fused=True).step
+    step()
+    assert bytes_moved(step) == pytest.approx(7 * FLOAT * 1000, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flash_triton"])
+def test_fused_attention_and_products_with_vectors_have_flops(name):
+    q, k, v = torch.randn(3, 1, 2, 32, 16, requires_grad=True).unbind()
+    attend = ATTENTION[name].function
+    product = 2 * 32 * 32 * 16
+    assert flops(lambda: attend(q, k, v, False)) == 4 * product
+    assert flops(lambda: attend(q, k, v, False).sum().backward()) == 14 * product
+    assert flops(lambda: q[0, 0] @ v[0, 0, 0]) == 2 * 32 * 16
+
+
+def test_closed_form_of_attention_is_what_eager_attention_moves():
     shape = (8, 256, 128)
     q, k, v = (torch.empty(shape, device="meta", requires_grad=True) for _ in range(3))
     output = plain_attention(q, k, v)
@@ -86,6 +105,7 @@ def test_closed_form_of_attention_is_what_eager_attention_computes():
         "backward": lambda: output.backward(torch.empty(shape, device="meta"), retain_graph=True),
     }
     for pass_, run in runs.items():
+        assert bytes_moved(run) == accounting.attention_traffic_bytes(*shape, pass_)
         assert flops(run) == accounting.attention_flops(*shape, pass_)
 
 
