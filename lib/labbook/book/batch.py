@@ -138,7 +138,10 @@ def estimated_s(job: Job) -> float:
     """
     pattern = f"runs/*-{job.notebook.stem[3:]}-*.json"
     here = figures_dir().glob(f"*/{pattern}")
-    paths = sorted(project().figures.glob(f"{project().reference}*/{pattern}"))
+    paths = []
+    # What a GPU takes for another machine's defaults says nothing here.
+    if job.parameters:
+        paths += sorted(project().figures.glob(f"{project().reference}*/{pattern}"))
     paths += sorted(path for path in here if path.parts[-3] not in project().committed)
     for path in reversed(paths):
         record = read_record(path, Record)
