@@ -75,7 +75,8 @@ def jobs(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
     """The jobs of a profile, everything about them checked.
 
     profile: one of PROFILES.
-    only: the notebooks to keep, as `resolve` takes them; what the profile lacks runs with defaults.
+    only: the notebooks to keep, as `resolve` takes them; what the profile lacks runs with defaults, and
+        so does each of them where there are overrides.
     overrides: "name=value", for every notebook that has the parameter.
     Raises BatchError: a line for each unknown notebook or parameter and wrong value, naming what is allowed.
     """
@@ -87,7 +88,8 @@ def jobs(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
     ]
     if only:
         kept = resolve(only, parameters)
-        entries = [entry for entry in entries if entry[0] in kept]
+        # Who names parameters, too, asks for one run of each.
+        entries = [] if overrides else [entry for entry in entries if entry[0] in kept]
         has_entry = {name for name, _ in entries}
         entries += [(name, {}) for name in kept if name not in has_entry]
     overriding = dict(override.partition("=")[::2] for override in overrides)

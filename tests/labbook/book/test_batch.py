@@ -66,7 +66,7 @@ def test_only_takes_number_slug_name_or_path_and_adds_what_the_profile_lacks(fol
 
 def test_overrides_replace_a_grid_where_there_is_the_parameter(folder, write_notebook):
     jobs = batch.jobs("cpu", only=["12"], overrides=["model_size=xl", "context_lengths=[8]"])
-    assert lines(jobs) == ["12_two steps=5 model_size=xl context_lengths=[8]"]
+    assert lines(jobs) == ["12_two model_size=xl context_lengths=[8]"]
     write_notebook(folder / "11_one.ipynb", parameters="value = 1  # a value")
     jobs = batch.jobs("cpu", overrides=["value=2"])
     assert lines(jobs)[0] == "11_one value=2"
