@@ -1,6 +1,6 @@
 """Rows on record: which are of today's code, and which cases they spare."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -22,15 +22,13 @@ class Rows(NamedTuple):
     changed: list[str]
 
 
-def measurements(slug: str, machines: Iterable[str]) -> list[Rows]:
+def measurements(slug: str, machines: Iterable[str]) -> Iterator[Rows]:
     """What runs measured for a problem on some machines."""
     now = code.of_notebook(code.notebook_of(slug))
-    found = []
     for machine in machines:
         for (table, name), number in run_counts(slug, machine).items():
             run = load_run(machine, name)
-            found.append(Rows(machine, table, number, run, code.changed(run.code, now)))
-    return found
+            yield Rows(machine, table, number, run, code.changed(run.code, now))
 
 
 def measured(

@@ -90,7 +90,7 @@ def machine_card(device: str | torch.device = "auto", several: bool = False) -> 
 def machines() -> list[str]:
     """The machines that have a card, and so may have rows; parameters.yaml asks."""
     names = {card.parent.name for card in figures_dir().glob("*/machine.json")}
-    names.update(name for name in project().committed if find(name, "machine.json").exists())
+    names |= {name for name in project().committed if find(name, "machine.json").exists()}
     return sorted(names)
 
 
@@ -141,9 +141,14 @@ def machine_slug(gpu: str, cpu: str, cores: int, gpus: int = 1) -> str:
 
 def _describe(device, several):
     """The part of a card that is looked up; the processor's model is without a word about the host."""
-    facts = {"gpu": "none", "gpu_memory_gib": None, "sm_count": None}
-    facts |= {"cpu": _cpu_model(), "cores": _core_count()}
-    facts["memory_gib"] = round(memory_bytes() / GIB, 1)
+    facts = {
+        "gpu": "none",
+        "gpu_memory_gib": None,
+        "sm_count": None,
+        "cpu": _cpu_model(),
+        "cores": _core_count(),
+        "memory_gib": round(memory_bytes() / GIB, 1),
+    }
     gpus = 1
     if device.type == "cuda":
         gpus = torch.cuda.device_count() if several else 1
@@ -224,12 +229,9 @@ def why_not(
     dtype: of its rows, "tf32" among them. needs: "compiler" where torch.compile makes its code; other words
     are not this machine's. needed_bytes: of memory, at least.
     """
-    reasons = (
-        why_no_tf32(device) if dtype == "tf32" else "",
-        why_no_compile(device) if "compiler" in needs else "",
-        why_no_memory(needed_bytes, device),
-    )
-    return next(filter(None, reasons), "")
+    no_tf32 = why_no_tf32(device) if dtype == "tf32" else ""
+    no_compiler = why_no_compile(device) if "compiler" in needs else ""
+    return no_tf32 or no_compiler or why_no_memory(needed_bytes, device)
 
 
 def why_no_tf32(device: torch.device) -> str:

@@ -19,7 +19,7 @@ def provenance(slug: str, machines: Iterable[str]) -> tuple[str, list[str]]:
 
     "measured at v1.0 (1a2b3c4d5e, 2026-11-30, h100); no measured files have changed since"; "" without rows.
     """
-    found = measurements(slug, machines)
+    found = list(measurements(slug, machines))
     if not found:
         return "", []
     where = ", ".join(sorted({rows.machine for rows in found}))

@@ -65,8 +65,8 @@ class Run:
     def write(self) -> None:
         """Write the file of the run, or bring it up to date: its code and the time of its last rows."""
         self.record.measured_at[1:] = [machine.now()]
-        self.record.code |= self.executed()
-        self.record.code = dict(sorted(self.record.code.items()))
+        code = self.record.code | self.executed()
+        self.record.code = dict(sorted(code.items()))
         write_record(figures_dir() / self.machine / "runs" / f"{self.name}.json", self.record)
 
     @cached_property

@@ -59,14 +59,16 @@ def main() -> int:
     times = options.times if options.forward is None else options.forward
     if times < 1:
         parser.error(f"{times} times; allowed: 1 or more")
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    if not is_hopper:
         parser.error("the cases are for a Hopper GPU, and torch sees none here")
     print(f"Triton {triton.__version__}, ptxas {get_ptxas(90).version}")
     wrong = 0
     for case, dtype, wanted in CASES:
         if not has_registers_for_backward():
             wanted = wanted.replace("hopper_backward", "dq, dkdv")
-        launched = launched_of(case, tuning_for(dtype, case.d, torch.device("cuda")))
+        tuning = tuning_for(dtype, case.d, torch.device("cuda"))
+        launched = launched_of(case, tuning)
         wrong += launched != wanted
         if options.forward is None:
             differing = what_differs(case, dtype, times)
@@ -98,9 +100,11 @@ def numbers_that_differ(case: AttentionCase, dtype: torch.dtype, times: int, bes
         if beside:
             with torch.cuda.stream(stream):
                 torch.mm(a, a, out=product)
-        for x, once in zip(flash_forward(q, k, v, case.is_causal), first, strict=True):
+        again = flash_forward(q, k, v, case.is_causal)
+        for x, once in zip(again, first, strict=True):
             bits = torch.int16 if x.itemsize == 2 else torch.int32
-            differing += (x.view(bits) != once.view(bits)).sum()
+            has_changed = x.view(bits) != once.view(bits)
+            differing += has_changed.sum()
     return differing.item()
 
 
@@ -141,7 +145,8 @@ def what_differs(case: AttentionCase, dtype: torch.dtype, times: int) -> list[st
         exact = {"O": o, "L": lse, "dK": dk, "dV": dv}
         first = first or exact | {"dQ": dq}
         differing |= {name for name, x in exact.items() if not torch.equal(x, first[name])}
-        rounding = 1e-5 * first["dQ"].nan_to_num().abs().max().item()
+        largest = first["dQ"].nan_to_num().abs().max()
+        rounding = 1e-5 * largest.item()
         if not torch.allclose(dq, first["dQ"], rtol=2**-7, atol=rounding):
             differing.add("dQ")
     return sorted(differing)

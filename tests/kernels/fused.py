@@ -40,6 +40,10 @@ class Operation:
             list(compare(function, trial, Reference(self.plain)))
 
 
+def _plain_rms_norm(x, weight):
+    return F.rms_norm(x, weight.shape, weight, eps=1e-5)
+
+
 def _rms_norm_inputs(shape, generator):
     return [torch.randn(size, generator=generator) for size in (shape, shape[-1:])]
 
@@ -50,10 +54,19 @@ def _plain_linear_cross_entropy(hidden, weight, targets):
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
+def _plain_rotary(x, cos, sin):
+    length = x.shape[-2]
+    return rotary(x, cos[:length], sin[:length])
+
+
 def _rotary_inputs(shape, generator):
     *_, positions, d = shape
     angles = 1000 * torch.rand(positions + 3, d // 2, generator=generator, dtype=torch.float32)
     return [torch.randn(shape, generator=generator), angles.cos(), angles.sin()]
+
+
+def _swiglu_inputs(shape, generator):
+    return [2 * torch.randn(shape, generator=generator) for _ in range(2)]
 
 
 def _loss_inputs(shape, generator):
@@ -70,13 +83,13 @@ def _loss_inputs(shape, generator):
 
 FUSED = {
     "rms_norm": Operation(
-        lambda x, weight: F.rms_norm(x, weight.shape, weight, eps=1e-5),
+        _plain_rms_norm,
         ("x", "weight"),
         _rms_norm_inputs,
         ((64, 128), (37, 100), (2, 3, 5, 33), (1, 1500), (300, 40), (7,)),
     ),
     "rotary": Operation(
-        lambda x, cos, sin: rotary(x, cos[: x.shape[-2]], sin[: x.shape[-2]]),
+        _plain_rotary,
         ("x", "Cos", "Sin"),
         _rotary_inputs,
         ((2, 3, 40, 64), (2, 37, 20), (1, 2), (70, 128), (2, 1, 2, 9, 6)),
@@ -84,7 +97,7 @@ FUSED = {
     "swiglu": Operation(
         lambda a, b: F.silu(a) * b,
         ("a", "b"),
-        lambda shape, generator: [2 * torch.randn(shape, generator=generator) for _ in range(2)],
+        _swiglu_inputs,
         ((64, 128), (37, 101), (2, 3, 5, 33), (1, 4999), (7,)),
     ),
     "linear_cross_entropy": Operation(

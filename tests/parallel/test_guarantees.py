@@ -461,28 +461,34 @@ def layer(rows=4, bias=True, trains=True):
 def ranks_that_wrap_different_things_all_get_an_error(context):
     rank = context.rank
     first = rank == 0
-    cases = [
+    norm = nn.BatchNorm1d if first else nn.LayerNorm
+    wrap = NaiveDDP if first else FlatDDP
+    layers = [
         (lambda: NaiveDDP(layer(4 + rank)), "weight (4, 4)"),
         (lambda: FlatDDP(layer(bias=first)), "rank 1 has 'nothing'"),
         (lambda: NaiveDDP(layer(trains=first)), "without gradient"),
-        (lambda: NaiveDDP(nn.BatchNorm1d(4) if first else nn.LayerNorm(4)), "'running_mean (4,)"),
-        (lambda: (NaiveDDP if first else FlatDDP)(layer()), "'FlatDDP'"),
     ]
-    for make, words in cases:
+    classes = [
+        (lambda: NaiveDDP(norm(4)), "'running_mean (4,)"),
+        (lambda: wrap(layer()), "'FlatDDP'"),
+    ]
+    for make, words in layers + classes:
         with pytest.raises(ValueError, match=re.escape(words)):
             make()
 
 
 def what_cannot_be_wrapped_is_refused(context):
     mixed = nn.Sequential(layer(), layer().half())
-    cases = [
+    nothing = [
         (lambda: NaiveDDP(layer(trains=False)), "no trainable parameter"),
         (lambda: FSDP(nn.LayerNorm(4)), "LayerNorm has nothing to shard; allowed: a trainable"),
+    ]
+    wrong = [
         (lambda: FSDP(mixed), "allowed: one floating-point dtype"),
         (lambda: FSDP(mixed, "bfloat16"), "compute_dtype is 'bfloat16'; allowed"),
         (lambda: BucketedDDP(mixed, float("nan")), "bucket_size_mb is nan"),
     ]
-    for make, words in cases:
+    for make, words in nothing + wrong:
         with pytest.raises(ValueError, match=re.escape(words)):
             make()
 

@@ -197,15 +197,19 @@ def wrong_arguments_are_refused(context):
     weights = [weight(4, 4) for _ in range(3)]
     elsewhere = nn.Parameter(torch.empty(2, device="meta"))
     make = partial(ShardedOptimizer, optimizer_cls=SGD, lr=0.1)
-    cases = [
+    classes = [
         (partial(make, weights, optimizer_cls=nn.Linear), "allowed: a subclass of torch.optim."),
         (partial(make, weights, optimizer_cls=LBFGS), "LBFGS, which looks at all parameters"),
+    ]
+    others = [
         (partial(make, weights + [elsewhere]), "allowed: with values"),
         (partial(make, weights, bucket_size_mb=0), "bucket_size_mb is 0; allowed"),
+    ]
+    unlike = [
         (partial(make, weights[: 2 + first]), "rank 0 has '(4, 4)"),
         (partial(make, weights, optimizer_cls=SGD if first else AdamW), "AdamW"),
     ]
-    for construct, words in cases:
+    for construct, words in classes + others + unlike:
         with pytest.raises((TypeError, ValueError), match=re.escape(words)):
             construct()
     dist.barrier()

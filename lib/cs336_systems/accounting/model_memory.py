@@ -34,12 +34,16 @@ def saved_by_block(n: Counts) -> dict[str, int]:
     copies the input of linear layers, once for every layer that reads it.
     """
     autocast = n.copy_width > 0
+    stream = FLOAT32_BYTES * n.stream
+    inverse_rms = FLOAT32_BYTES * n.tokens
+    layer_input = n.width * n.stream
+    hidden = n.width * n.hidden
     before_scores = {
-        "ln1 input": FLOAT32_BYTES * n.stream,
-        "ln1 1/rms": FLOAT32_BYTES * n.tokens,
-        "ln1 normalised": FLOAT32_BYTES * n.stream,
-        "q, k, v projection input": n.width * n.stream * (3 if autocast else 1),
-        "q, k, v": n.width * 3 * n.stream,
+        "ln1 input": stream,
+        "ln1 1/rms": inverse_rms,
+        "ln1 normalised": stream,
+        "q, k, v projection input": layer_input * (3 if autocast else 1),
+        "q, k, v": 3 * layer_input,
     }
     plain = {
         "causal mask": n.mask,
@@ -47,29 +51,33 @@ def saved_by_block(n: Counts) -> dict[str, int]:
         "softmax row sums": FLOAT32_BYTES * n.rows,
         "attention weights": n.width * n.scores,
     }
-    fused = {"attention output": n.width * n.stream, "logsumexp of scores": FLOAT32_BYTES * n.rows}
+    fused = {"attention output": layer_input, "logsumexp of scores": FLOAT32_BYTES * n.rows}
     after_scores = {
-        "output projection input": n.width * n.stream * (not n.heads_last),
-        "ln2 input": FLOAT32_BYTES * n.stream,
-        "ln2 1/rms": FLOAT32_BYTES * n.tokens,
-        "ln2 normalised": FLOAT32_BYTES * n.stream,
-        "w1, w3 input": n.width * n.stream * (2 if autocast else 1),
-        "w1 output": n.width * n.hidden,
-        "sigmoid": n.width * n.hidden,
-        "silu": n.width * n.hidden,
-        "w3 output": n.width * n.hidden,
-        "w2 input": n.width * n.hidden,
+        "output projection input": layer_input * (not n.heads_last),
+        "ln2 input": stream,
+        "ln2 1/rms": inverse_rms,
+        "ln2 normalised": stream,
+    }
+    feed_forward = {
+        "w1, w3 input": layer_input * (2 if autocast else 1),
+        "w1 output": hidden,
+        "sigmoid": hidden,
+        "silu": hidden,
+        "w3 output": hidden,
+        "w2 input": hidden,
         "weight copies": n.copy_width * n.block_weights,
     }
-    return before_scores | (fused if n.fused_attention else plain) | after_scores
+    scores = fused if n.fused_attention else plain
+    return before_scores | scores | after_scores | feed_forward
 
 
 def saved_by_head(n: Counts) -> dict[str, int]:
     """Bytes saved for backward by final norm, output head and cross-entropy."""
+    stream = FLOAT32_BYTES * n.stream
     return {
-        "ln_final input": FLOAT32_BYTES * n.stream,
+        "ln_final input": stream,
         "ln_final 1/rms": FLOAT32_BYTES * n.tokens,
-        "ln_final normalised": FLOAT32_BYTES * n.stream,
+        "ln_final normalised": stream,
         "output head input": n.width * n.stream,
         "logits": FLOAT32_BYTES * n.logits,
         "logsumexp": FLOAT32_BYTES * n.tokens,
@@ -166,11 +174,14 @@ def _training_phases(n: Counts, schedule: Schedule) -> dict[str, int]:
     saved_by_blocks = bytes_of(saved_after_forward(schedule))
     saved = saved_by_blocks + sum(saved_by_head(n).values())
     forward = _forward_phases(n)
+    head_gradients = (n.width - FLOAT32_BYTES) * n.logits + n.width * n.head + stream
     phases = {
         "attention, forward": forward["attention"] + saved_by_forward(schedule[:-1]),
         "output head, forward": forward["output head"] + saved_by_forward(schedule),
+    }
+    phases |= {
         "loss": saved + 3 * FLOAT32_BYTES * n.logits,
-        "output head": saved + (n.width - FLOAT32_BYTES) * n.logits + n.width * n.head + stream,
+        "output head": saved + head_gradients,
         "final norm": saved_by_blocks + FLOAT32_BYTES * (6 * n.stream + n.head),
         "embedding": parameter_bytes(n.config) + stream,
     }

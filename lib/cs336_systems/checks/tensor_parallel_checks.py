@@ -153,11 +153,13 @@ def _try_gather(context: WorkerContext, layer: Function) -> Found:
     alone, _ = dist.new_subgroups(1)
     in_group = _is_of_this_rank(layer, xs[rank], weights[rank], grads[rank, : len(x)], alone)
     use_group = "is the group used, in backward, too?"
+    is_whole = near(y, whole @ weights[rank].T)
+    is_x_alone = max(kept, default=0) < whole.nbytes
     return [
-        ("output of all tokens", near(y, whole @ weights[rank].T), "gathered?"),
+        ("output of all tokens", is_whole, "gathered?"),
         ("the weight's gradient is of all tokens", near(weight.grad, d_weight), "gather again"),
         ("the input's is summed, then cut", near(x.grad, d_x), "scattered, not sliced?"),
-        ("the gathered input is not kept", max(kept, default=0) < whole.nbytes, "save x alone"),
+        ("the gathered input is not kept", is_x_alone, "save x alone"),
         ("a group of this rank alone: its own tokens", in_group, use_group),
     ]
 

@@ -11,7 +11,11 @@ import numpy as np
 import triton.language as tl
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
+from triton.runtime.interpreter import (
+    InterpreterBuilder,
+    ReduceOps,
+    TensorHandle,
+)
 
 _sum = ReduceOps.sum
 _patch_tensor = interpreter._patch_lang_tensor
@@ -68,6 +72,7 @@ class MendedBuilder(InterpreterBuilder):
         if _is_bfloat16(lhs):
             result = op(_wide(lhs).data, _wide(rhs).data)
             return _truth(result) if result.dtype == np.bool_ else _rounded(result)
+        # One bit wraps around, but NumPy's sum of truth values is an or, and it refuses their difference.
         if op in (np.add, np.subtract) and lhs.data.dtype == rhs.data.dtype == np.bool_:
             op = np.logical_xor
         result = super().binary_op(lhs, rhs, op)

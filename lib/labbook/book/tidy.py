@@ -41,13 +41,13 @@ def tidy(notebook: NotebookNode) -> NotebookNode:
     notebook.update(metadata=nbformat.from_dict(METADATA), nbformat=4, nbformat_minor=5)
     points = 1
     for cell in notebook.cells:
-        tags = cell.metadata.get("tags")
+        tags = cell.metadata.get("tags", [])
         cell.metadata = NotebookNode(tags=tags) if tags else NotebookNode()
         if cell.cell_type == "markdown" and (minutes := _MINUTES.search(cell.source)):
             points = int(minutes[1])
-        if HIDE_INPUT in (tags or []):  # JupyterLab folds it; the site does by the tag
+        if HIDE_INPUT in tags:  # JupyterLab folds it; the site does by the tag
             cell.metadata["jupyter"] = NotebookNode(source_hidden=True)
-        if has_solution(cell) or CHECKER in (tags or []):
+        if has_solution(cell) or CHECKER in tags:
             cell.metadata["nbgrader"] = _nbgrader(cell, points)
         for output in cell.get("outputs", []):
             if "metadata" in output:  # the size of an image matters
@@ -83,7 +83,7 @@ def cleared(notebook: NotebookNode) -> NotebookNode:
         if cell.cell_type == "code":
             tags = cell.metadata.get("tags", [])
             cell.metadata["tags"] = tags + ["raises-exception"]  # whose error stops nothing
-            has_begun = has_begun or has_solution(cell)
+            has_begun |= has_solution(cell)
             if has_begun or HEADLINE in tags:
                 cell.outputs = []
                 cell.execution_count = None

@@ -97,17 +97,22 @@ def test_cpu_operators_by_range(cpu):
 
 
 def test_an_operator_that_dispatches_to_itself_is_one_call_with_all_its_time(save):
-    events = [
-        event("user_annotation", "measure", 0, 100),
+    step = event("user_annotation", "measure", 0, 100)
+    to_itself = [
         event("cpu_op", "aten::mm", 10, 30),
         event("cpu_op", "aten::mm", 12, 25),
         event("cpu_op", "aten::fill_", 14, 5),
-        event("cpu_op", "aten::mm", 50, 20),  # a mode takes it, and runs it
+    ]
+    mode_runs_it = [
+        event("cpu_op", "aten::mm", 50, 20),
         event("cpu_op", "PythonDispatchMode", 52, 15),
         event("cpu_op", "aten::mm", 54, 10),
-        event("cpu_op", "aten::mm", 80, 5),  # a mode takes it, and has its result
+    ]
+    mode_has_its_result = [
+        event("cpu_op", "aten::mm", 80, 5),
         event("cpu_op", "PythonDispatchMode", 81, 3),
     ]
+    events = [step] + to_itself + mode_runs_it + mode_has_its_result
     table = kernel_table(read_trace(save({"traceEvents": events}))).set_index("kernel")
     assert table.calls.to_dict() == {"aten::mm": 2, "aten::fill_": 1}
     assert table.total_ms.to_dict() == pytest.approx({"aten::mm": 0.035, "aten::fill_": 0.005})
