@@ -73,6 +73,7 @@ def cleared(notebook: NotebookNode) -> NotebookNode:
     """A copy with stubs for solutions, without what its notebook found: no output from the first step on.
 
     Any cell may raise, as those do that use what is yet to be written: the copy runs to its end all the same.
+    Raises ValueError: a solution has no end, or no beginning.
     """
     notebook = deepcopy(notebook)
     notebook.cells = [
@@ -88,6 +89,8 @@ def cleared(notebook: NotebookNode) -> NotebookNode:
                 cell.outputs = []
                 cell.execution_count = None
             cell.source = _SOLUTION.sub(_STUB, cell.source)
+            if _MARK.search(cell.source):
+                raise ValueError(f"a mark of a solution lacks its other end: {cell.source[:80]!r}")
     return notebook
 
 

@@ -149,3 +149,9 @@ def test_a_solution_is_cleared_however_its_marks_are_written(begin, end):
     cell = new_code_cell(f"def f():\n    {begin}\n    return 42\n    {end}")
     assert has_solution(cell)
     assert "42" not in cleared(new_notebook(cells=[cell])).cells[0].source
+
+
+def test_a_solution_without_an_end_is_not_handed_out():
+    cell = new_code_cell("### BEGIN SOLUTION\nreturn 42")
+    with pytest.raises(ValueError, match="other end"):
+        cleared(new_notebook(cells=[cell]))
