@@ -54,8 +54,16 @@ BROADCASTS = """[
 ROUNDED = "[[dist.broadcast(y := p.data.bfloat16(), src=r), p.data.copy_(y)] for p, r in self.owners.items()]"
 NO_UPDATE = ("mine.update(", "dict(")
 JOINS = "self.inside.add_param_group(mine)"
+STEP = "self.inside.step()\n"
+FILL = (
+    "without = [p for p in self.owners if p.grad is None]",
+    "for p in without: p.grad = torch.zeros_like(p)",
+)
 OPTIMIZER = {
     "^$": (),
+    "without a gradient was given one": (STEP, lines(*FILL, STEP)),
+    r"after zero_grad\(\) 4 of 8 gradients":
+        (CLASS, f"{CLASS}    zero_grad = lambda self, to_none=True: self.inside.zero_grad(to_none)\n"),
     "no torch.optim.Optimizer": (CLASS, f"{CLASS}    __new__ = lambda *_, **__: object()\n"),
     "param_groups hold 4 parameters of 8":
         ("self.owners |= owners", lines("self.owners |= owners", "group['params'] = mine['params']")),
@@ -139,6 +147,10 @@ FSDP = {
         ("rows = weight.shard.new_empty",
          "weight.shard.data = weight.shard.data.to(weight.all_rows.dtype).float();"
          "rows = weight.shard.new_empty"),
+    "with the weights from before the optimizer's step. Gather":  # in float32 it is the shard itself
+        ("weight.sent = weight.shard.detach().to(weight.all_rows.dtype)",
+         "weight.cast = getattr(weight, 'cast', weight.shard.detach().to(weight.all_rows.dtype));"
+         "weight.sent = weight.cast"),
     "the shard of 'embedding.weight' is torch.bfloat16":
         ("dist.get_rank(), ranks)", "dist.get_rank(), ranks).to(compute_dtype or full.dtype)"),
     "torch.bfloat16, its shard .* torch.float32":

@@ -17,8 +17,9 @@ from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 from wrappers import one_pass, passes, run, train
 
-from cs336_systems.checks import check_fsdp
+from cs336_systems.checks import check_fsdp, ddp_checks, fsdp_checks
 from cs336_systems.checks.fsdp_checks import GROUPS
+from cs336_systems.checks.on_ranks import checker
 from cs336_systems.configs import model_size
 from cs336_systems.model import Linear, build_model
 from cs336_systems.parallel import FSDP, launch
@@ -53,6 +54,23 @@ def every_property_of_the_checker(context):
     """Over NCCL gathers are calls on a stream, not handles that a checker sees."""
     groups = [name for name in GROUPS if name != "prefetch" or context.backend == "gloo"]
     passes(context, FSDP, check_fsdp, only=groups)
+
+
+def training_goes_on_as_in_one_process(context):
+    """With odd numbers of rows, tied, frozen and unused weights; with several passes before a step."""
+    for unit in ({}, {"unit_types": ("Toy",)}):
+        passes(context, partial(FSDP, **unit), _follows)
+
+
+def _unused(*_):
+    return {"rarely": False}
+
+
+@checker
+def _follows(wrap):
+    train_both = partial(ddp_checks.follow, wrap, weights=fsdp_checks._whole)
+    yield from train_both("unused weights", options=_unused)
+    yield from train_both("three passes", make=fsdp_checks._Layers, passes=3)
 
 
 def a_hook_of_a_shard_finds_the_mean_of_all_ranks_once(context):
@@ -235,6 +253,7 @@ def what_only_the_first_of_two_passes_has_used_keeps_its_gradient(context):
 
 
 TWO_RANKS = [
+    training_goes_on_as_in_one_process,
     every_kind_of_group_learns_in_bfloat16,
     norms_of_float16_are_of_float32,
     a_hook_of_a_shard_finds_the_mean_of_all_ranks_once,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cs336_systems.arguments import check_choice
@@ -298,6 +299,14 @@ def _precision(wrap: Wrap) -> Findings:
     for name, x in _whole(wrapped).items():
         if x.numel() in _LAYER_OF and (x.equal(before[name]) or x.equal(x.to(_LOW).float())):
             yield f"{name!r} loses small updates: keep it in float32, cast a copy to gather."
+    torch.optim.SGD(wrapped.parameters(), lr=1.0).step()
+    tokens = tokens_of(dist.get_rank(), 0)
+    with torch.no_grad():
+        outputs = wrapped(tokens)
+        from_new = functional_call(_Layers(0), _whole(wrapped), tokens)
+        from_old = functional_call(_Layers(0), before, tokens)
+    if (from_old - outputs).norm() < (from_new - outputs).norm():
+        yield "forward computes with the weights from before the optimizer's step. Gather anew."
     yield Property(f"{_IN_LOW}, weights travel in it; shards, gradients and updates stay float32")
 
 

@@ -41,6 +41,10 @@ def _shares_states(make: Make) -> Findings:
         yield "its param_groups have no 'lr'. Hand the settings to super().__init__(params, kwargs)."
     yield Property("It is a torch.optim.Optimizer, and its groups hold all parameters")
     pair.step()
+    candidate.zero_grad()
+    left = sum(x.grad is not None and bool(x.grad.any()) for x in pair.sharded)
+    if left:
+        yield f"after zero_grad() {left} of {count} gradients are there. Clear all of them."
     yield from pair.sharing_mistakes()
     yield Property(
         "The states of each parameter are kept by one rank, and by bytes all keep about as much"
@@ -53,6 +57,14 @@ def _updates_all(make: Make) -> Findings:
             yield from pair.step(f"with {type(pair.optimizer).__name__}, step {n + 1}:")
             yield ""
     yield Property("Every rank has the weights that one AdamW gives, or one SGD, bit for bit")
+
+    pair = _Pair(make)
+    for _ in range(2):
+        mistakes = pair.step("without a gradient of parameter 2,", without=2)
+        if pair.sharded[2].grad is not None:
+            yield "a parameter without a gradient was given one. Leave its .grad None: with zeros it decays."
+        yield from mistakes
+    yield Property("A parameter without a gradient is left alone: no decay, and still no gradient")
 
     pair = _Pair(make)
     calls = []
@@ -132,7 +144,7 @@ class _Pair:
         self.optimizer = kind(groups(self.alone), **settings)
         self.candidate = make(groups(self.sharded), Recording, **settings)
 
-    def set_gradients(self) -> None:
+    def set_gradients(self, without: int | None = None) -> None:
         """The same on every rank, as data parallelism leaves them."""
         generator = torch.Generator(torch.get_default_device()).manual_seed(self.steps)
         self.steps += 1
@@ -140,10 +152,13 @@ class _Pair:
         for one, other in zip(self.alone, self.sharded, strict=True):
             one.grad = torch.randn(one.shape, generator=generator)
             other.grad = one.grad.clone()
+        if without is not None:
+            self.alone[without].grad = None
+            self.sharded[without].grad = None
 
-    def step(self, when: str = "", mend: str = "") -> list[str]:
+    def step(self, when: str = "", mend: str = "", without: int | None = None) -> list[str]:
         """A step of both, and the mistakes of this rank after it."""
-        self.set_gradients()
+        self.set_gradients(without)
         self.optimizer.step()
         self.candidate.step()
         return [" ".join(filter(None, (when, mistake, mend))) for mistake in self.mistakes()]

@@ -118,10 +118,11 @@ def _entries(profile, profiles):
     """A notebook and parameters as text for each point of each grid of a profile, included ones too."""
     if profile not in profiles:
         raise BatchError(unknown("profile", profile, profiles))
+    others = {name: entries for name, entries in profiles.items() if name != profile}
     for entry in profiles[profile] or []:
         match entry:
             case {"profile": str(other)}:
-                yield from _entries(other, profiles)
+                yield from _entries(other, others)
             case {"notebook": str(name)} if entry.keys() <= {"notebook", "parameters", "grid"}:
                 grid = entry.get("grid", {})
                 for point in product(*grid.values()):  # one empty point without a grid

@@ -16,6 +16,7 @@ import pytest
 from labbook.book import batch, notebooks
 from labbook.book.batch import BatchError, Job
 from labbook.book.execution import Outcome, execute
+from labbook.project import project
 
 YAML = """
 cpu:
@@ -79,6 +80,7 @@ def test_overrides_replace_a_grid_where_there_is_the_parameter(folder, write_not
         ({"profile": "tpu"}, "'tpu'", "cpu, gpu, multi-gpu"),
         ({"only": ["99"]}, "'99'", "11_one, 12_two, 13_three"),
         ({"overrides": ["modle_size=xl"]}, "'modle_size'", "model_size"),
+        ({"overrides": ["steps"]}, "steps is ''", "int"),
         ({"overrides": ["steps=many"]}, "11_one: steps is 'many'", "int"),
         ({"overrides": ["model_size=huge"]}, "'huge'", "tiny, small"),
         ({"overrides": ["context_lengths=[128"]}, "context_lengths", "a list"),
@@ -93,6 +95,7 @@ WRONG = {
     "cpu: [{notebook: 99_none}]": "99_none",
     "cpu: [{notebook: 11_one, parameters: {stpes: 1}}]": "stpes",
     "cpu: [{notebook: 11_one, gird: {steps: [1]}}]": "gird",
+    "cpu: [{profile: cpu}]": "'cpu'",
     "cpu: [": "batch.yaml",
     "cpu: [{notebook: 11_one, grid: {a: [1]}}, {notebook: 12_two, grid: {b: [1]}}]": "'a'(.|\n)*'b'",
 }
@@ -213,6 +216,13 @@ def test_a_job_whose_rows_are_gone_is_done_again(jobs, executed, tmp_path, monke
     assert executed == ["11_nb", "11_nb"]
 
 
+def test_a_folder_that_cannot_be_is_said_before_anything_starts(jobs, executed, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(PermissionError, match="--output"):
+        batch.run_batch(jobs, tmp_path / "file" / "runs")
+    assert executed == []
+
+
 # Asleep with the interpreter locked, as in a long call into C: such a kernel cannot notice that it is alone.
 STEP = """\
 import ctypes, os
@@ -306,3 +316,13 @@ def test_what_ends_half_way_is_an_error(tmp_path, write_notebook, code, said):
     outcome = execute(source, tmp_path / "out.ipynb", {})
     assert outcome.status == "error"
     assert said in outcome.reason
+
+
+def test_a_notebook_runs_with_other_parameters(tmp_path, monkeypatch):
+    monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path))
+    (path,) = project().notebooks.glob("13_*.ipynb")
+    outcome = execute(path, tmp_path / "out.ipynb", {"value": 0.02, "count": 500})
+    assert outcome.status == "ok", outcome.reason
+    # The picture of the handout's sum is left alone.
+    pictures = tmp_path.glob("*/*/error.png")
+    assert [path.parts[-3] in project().committed for path in pictures] == [False]
