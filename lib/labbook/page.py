@@ -1,5 +1,6 @@
 """What every notebook starts from: its parameters checked, this machine's card, its rows and its figures."""
 
+import gc
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -35,16 +36,19 @@ class Page:
 
     def __init__(self, slug: str, parameters: Mapping[str, Any]) -> None:
         check_parameters(slug, parameters)
+        # What was imported stays: each collection between cases would walk all of it.
+        if not gc.get_freeze_count():
+            gc.freeze()
         self.slug = slug
         self.device: str = parameters.get("device", "auto")
         self.card: MachineCard = machine_card(self.device, slug in project().several)
         self.reference: str = parameters.get("reference") or project().reference or self.card.slug
         self.reference_card: MachineCard = load_card(self.reference)
-        self._cells: list[str] = parameters.get("In", [])  # IPython's; it grows with every cell
+        self._cells = parameters.get("In", [])  # IPython's; it grows with every cell
         _, self._names = code.code_cells(code.notebook_of(slug))
         given = {name: parameters[name] for name in sorted(self._names) if name in parameters}
         self.run = Run(slug, self.card.slug, given, self._code)
-        self._printed: set[str] = set()
+        self._printed = set()
         self._print(self.card.line())
         line, changed = provenance(slug, {self.reference} | set(project().committed))
         if changed:
@@ -76,9 +80,9 @@ class Page:
         rows: of the reference.
         """
         theirs = published(table) if isinstance(table, str) else table
-        reference = value_label(self.reference)
         caption = (
-            f"Beside public reports: {column_label(value)}, theirs over that of the {reference}"
+            f"Beside public reports: {column_label(value)}, "
+            f"theirs over that of the {value_label(self.reference)}"
         )
         both = beside_published(theirs, rows, keys, value)
         numbers = both[["theirs", "ours", "ratio"]].map(significant)

@@ -20,6 +20,7 @@ from cs336_systems.checks.tensor_parallel_checks import (
 from cs336_systems.kernels import HAS_TRITON
 
 if HAS_TRITON:
+    from cs336_systems.checks import interpreted
     from cs336_systems.checks.flash_steps import (
         check_backward, check_forward, check_gradients, check_mask, check_visit,
     )  # fmt: skip

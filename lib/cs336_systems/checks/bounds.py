@@ -7,7 +7,7 @@ native functions, which take arrays of addresses and of masks.
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -34,8 +34,8 @@ def inside_tensors() -> Iterator[None]:
     name = "kernels"
     extents: list[tuple[int, int]] = []
 
-    def watched(original: Callable, does: str, addresses: int, mask: int) -> Callable:
-        def access(*args: Any, **by_name: Any) -> Any:
+    def watched(original, does, addresses, mask):
+        def access(*args, **by_name):
             places = np.asarray(args[addresses])
             wanted = np.asarray(args[mask]).astype(bool)
             outside = _outside(places[np.broadcast_to(wanted, places.shape)], extents)
@@ -45,7 +45,7 @@ def inside_tensors() -> Iterator[None]:
 
         return access
 
-    def to_host(executor: Any, *device_arguments: Any) -> Any:
+    def to_host(executor, *device_arguments):
         nonlocal name, extents
         arguments = to_host_of_triton(executor, *device_arguments)
         name = executor.fn.__name__

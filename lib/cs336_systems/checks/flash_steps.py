@@ -3,9 +3,7 @@
 The kernels here only carry tensors to the functions that are being written, and back.
 """
 
-from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
@@ -22,7 +20,7 @@ _TILE = 16  # tl.dot takes 16 at least
 _LOG2_E = 1.4426950408889634
 
 
-def _random_tiles(count: int, device: Device, seed: int = 0) -> torch.Tensor:
+def _random_tiles(count, device, seed=0):
     generator = random_on(device, seed)
     shape = (count, _TILE, _TILE)
     return torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
@@ -64,9 +62,7 @@ def check_visit(check: StepCheck, visit: JITFunction, device: Device = "cpu") ->
     m, total and acc. scale_log2 is the scale of the scores times log2(e): exponentials are powers of two.
     """
 
-    def agrees(
-        tiles: int, scale: float = 0.25, hide: slice | None = None, hidden: int = -1
-    ) -> bool:
+    def agrees(tiles, scale=0.25, hide=None, hidden=-1):
         q = _random_tiles(1, device)
         k = _random_tiles(tiles, device, seed=1)
         v = _random_tiles(tiles, device, seed=2)
@@ -116,7 +112,7 @@ def _mask_kernel(
 def check_mask(check: StepCheck, visible: JITFunction, device: Device = "cpu") -> None:
     """Properties of `visible(rows, keys, n_keys, CAUSAL)`: true where a row may see a key."""
 
-    def agrees(first_row: int, first_key: int, n_keys: int, causal: bool) -> bool:
+    def agrees(first_row, first_key, n_keys, causal):
         seen = torch.full((_TILE, _TILE), -1, dtype=torch.int32, device=device)
         _mask_kernel[1,](seen, first_row, first_key, n_keys, visible, causal, _TILE)
         rows = first_row + torch.arange(_TILE, device=device)[:, None]
@@ -214,16 +210,12 @@ def check_backward(check: StepCheck, attention: AttentionFunction, device: Devic
     _tell_cases(check, attention, [in_16], dtype=torch.half, device=device)
 
 
-def _tell_cases(
-    check: StepCheck, attention: AttentionFunction, cases: Iterable[AttentionCase], **options: Any
-) -> None:
+def _tell_cases(check, attention, cases, **options):
     for case in cases:
         _tell(check, case.name, check_attention, attention, cases=[case], seed=0, **options)
 
 
-def _tell(
-    check: StepCheck, name: str, assert_right: Callable, *inputs: Any, **options: Any
-) -> None:
+def _tell(check, name, assert_right, *inputs, **options):
     """Show a property: it holds unless an AssertionError says what is wrong."""
     mistake = ""
     try:

@@ -6,11 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labbook.memory.history import (
-    CATEGORIES,
-    record_memory,
-    stage_peaks,
-)
+from labbook.memory.history import CATEGORIES, record_memory, stage_peaks
 from labbook.memory.operations import storage_bytes
 from labbook.timing import MIB
 
@@ -58,7 +54,7 @@ def held_now(steps: Any) -> Held:
 def _others(device):
     """What is there already: a CPU's trace tells of no tensor that is older than itself."""
     tensors = _tensors_of_python() if device.type == "cpu" else []
-    storages = [tensor.untyped_storage() for tensor in tensors]
+    storages = map(Tensor.untyped_storage, tensors)
     return {storage.data_ptr(): ("other", storage.nbytes()) for storage in storages}
 
 

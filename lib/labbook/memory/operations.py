@@ -84,7 +84,7 @@ def saved_bytes(forward: Callable, inputs: Iterable[Tensor]) -> tuple[int, int]:
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind some tensors, each counted once."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
+    storages = map(Tensor.untyped_storage, tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -128,8 +128,9 @@ def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
         output = module(*inputs)
     del output  # kept until here: what a freed graph saved would be freed too
     columns = ["module", "operation", "code", "size_bytes"]
-    frame = pd.DataFrame(storages.values(), columns=columns)
-    return frame.sort_values("size_bytes", ascending=False, kind="stable", ignore_index=True)
+    return pd.DataFrame(storages.values(), columns=columns).sort_values(
+        "size_bytes", ascending=False, kind="stable", ignore_index=True
+    )
 
 
 def own_line(stack: Iterable[tuple[str, int, str]]) -> str:
@@ -168,6 +169,10 @@ def operations_of(function: Callable) -> list[Operation]:
         def ignore_compile_internals(cls):
             return True  # else compiled code would run as plain functions, and stay so for this process
 
+        @classmethod
+        def _should_skip_dynamo(cls):
+            return "torch._dynamo" in sys.modules  # to skip it would import it, which takes seconds
+
         def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
             kwargs = kwargs or {}
             result = operation(*args, **kwargs)
@@ -193,9 +198,8 @@ def operations_of(function: Callable) -> list[Operation]:
             in_bytes = read.total()
             if name in _GATHERS:
                 in_bytes = min(in_bytes, written.total())
-            flops = 0
-            if packet in flop_registry:
-                flops = flop_registry[packet](*args, **kwargs, out_val=result)
+            formula = flop_registry.get(packet)
+            flops = formula(*args, **kwargs, out_val=result) if formula else 0
             operations.append(Operation(name, flops, in_bytes + written.total()))
             return result
 
@@ -221,7 +225,8 @@ def sum_of_rooflines_ms(
 def _sizes(tree):
     """Bytes of the distinct elements by storage: what is expanded, or given twice, passes once."""
     sizes = Counter()
-    for tensor in (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)):
-        storage = tensor.untyped_storage()
-        sizes[storage._cdata] = min(sizes[storage._cdata] + tensor.nbytes, storage.nbytes())
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            storage = leaf.untyped_storage()
+            sizes[storage._cdata] = min(sizes[storage._cdata] + leaf.nbytes, storage.nbytes())
     return sizes
