@@ -20,14 +20,18 @@ kept() {  # does .venv stand on a Python that suits, and on the one asked for?
     suits "$python" && { [ -z "${PYTHON:-}" ] || [ "$(who "$python")" = "$(who "$PYTHON")" ]; }
 }
 
-# One set-up at a time in a checkout (macOS has no flock: there it is up to the user).
+# One set-up at a time in a checkout. macOS and some file systems have no flock: there it is up to the user.
 exec 9<"$pins"
-if command -v flock >/dev/null 2>&1; then
-    flock 9 2>/dev/null || say "this file system has no locks: run one set-up at a time"
-fi
+flock 9 2>/dev/null || true
 
 gpu=no
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then gpu=yes; fi
+builds=${TORCH:-} cpu=no
+if [ "$gpu$builds" = no ] && [ "$(uname -s)" = Linux ]; then
+    cpu=yes
+    builds=$(sed -n 's/^# without a GPU: //p' "$pins")
+fi
+builds=${builds:-$pinned_torch}
 
 # What the environment depends on; the checkout's own path too, because a moved .venv points to the old place.
 wanted="$(cat "$pins" pyproject.toml lib/setup.sh | cksum) ${TORCH:-} $PWD"
@@ -36,13 +40,18 @@ if [ -f "$stamp" ] && kept; then
     if [ "$(cat "$stamp")" = "$wanted gpu=yes" ] || [ "$(cat "$stamp")" = "$wanted gpu=$gpu" ]; then exit 0; fi
 fi
 
-# Where uv is, it makes a new .venv. What it cannot do is done with pip below.
+# What is pinned beside torch; another torch brings its own triton.
+others=$(mktemp)
+trap 'rm -f "$others"' EXIT
+if [ -n "${TORCH:-}" ]; then
+    sed -E '/^(torch|triton)==/d' "$pins"
+else
+    sed '/^torch==/d' "$pins"
+fi >"$others"
+
+# uv, where it is, brings a Python too. What it cannot do is done with venv below.
 if ! kept && command -v uv >/dev/null 2>&1; then
-    say "making $venv with uv"
-    build=; [ "$gpu" = yes ] || build=--torch-backend=cpu
-    uv venv -q --seed --clear --python "${PYTHON:->=3.11,<3.15}" "$venv" &&
-        uv pip install -q --python "$python" $build -c "$pins" "${TORCH:-$pinned_torch}" -e '.[dev,site]' ||
-        say "uv could not (reason above): pip goes on"
+    uv venv -q --seed --clear --python "${PYTHON:->=3.11,<3.15}" "$venv" || say "uv could not (reason above)"
 fi
 
 find_python() {  # a name on the PATH is not enough: version managers leave shims that only fail
@@ -66,37 +75,30 @@ fi
 rm -f "$stamp"
 
 install_torch() {
-    here=torch==$("$python" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null) || here=
-    if [ -n "${TORCH:-}" ]; then
-        say "installing $TORCH"
-        "$python" -m pip install -qq "$TORCH"
-    elif [ "${here%+*}" = "$pinned_torch" ] && [ "$gpu $here" != "yes $pinned_torch+cpu" ]; then
+    here=$("$python" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null) || here=none
+    case "$gpu $here, $builds " in
+        "yes "*+cpu,*) ;;
+        *" torch==${here%+*} "*) return ;;
+    esac
+    say "installing the first that can be had of $builds"
+    if [ "$cpu" = no ]; then
+        "$python" -m pip install -qq --force-reinstall --no-deps "$builds"  # what it needs comes with the rest
         return
-    elif [ "$gpu" = yes ] || [ "$(uname -s)" != Linux ]; then
-        say "installing $pinned_torch"
-        "$python" -m pip install -qq --force-reinstall --no-deps "$pinned_torch"  # what it needs comes with the rest
-    else
-        # The plain name means a CUDA build of several GB. The CPU build is on PyTorch's own index, which uv knows.
-        say "no GPU here: installing the CPU build of $pinned_torch"
-        "$python" -m pip install -qq -c "$pins" "$pinned_torch+cpu" 2>/dev/null || {
-            "$python" -m pip install -qq uv &&
-                "$python" -m uv pip install -q --python "$python" --torch-backend=cpu -c "$pins" "$pinned_torch"
-        }
     fi
+    for torch in $builds; do  # PyPI has no CPU builds, other indexes some; PyTorch's own, which uv knows, each
+        "$python" -m pip install -qq "$torch+cpu" 2>/dev/null && return
+    done
+    "$python" -m pip install -qq uv
+    "$python" -m uv pip install -q --python "$python" --torch-backend=cpu "${builds%% *}"
 }
-install_torch || die "no build of $pinned_torch for this machine could be installed (reason above)." \
-    "To take another one, however large: make TORCH=$pinned_torch"
+install_torch || die "no build of torch for this machine could be installed (reason above)." \
+    "The CUDA build runs on a CPU as well, and takes about 6 GB: make TORCH=$pinned_torch"
 
 # A torch that was asked for and is too old: pip would replace it, and say nothing.
 [ -z "${TORCH:-}" ] || "$python" lib/cs336_systems/versions.py >/dev/null
 
 say "installing the workbook and what it stands on"
-if [ -n "${TORCH:-}" ]; then  # another torch brings its own triton: pin everything but these two
-    sed -E '/^(torch|triton)==/d' "$pins" >"$venv/pins.txt"
-else
-    cp "$pins" "$venv/pins.txt"
-fi
-"$python" -m pip install -qq -c "$venv/pins.txt" -e '.[dev,site]' || die "pip failed (reason above); make continues where it stopped"
+"$python" -m pip install -qq -c "$others" -e '.[dev,site]' || die "pip failed (reason above); make continues where it stopped"
 "$python" lib/cs336_systems/versions.py
 printf '%s' "$wanted gpu=$gpu" >"$stamp"
 say "ready: $("$python" -c 'import sys, torch; print("Python", sys.version.split()[0] + ", torch", torch.__version__)')"
