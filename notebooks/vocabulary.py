@@ -146,8 +146,11 @@ family(  # what memory is used for in training
 )
 family(  # what the time of a profiled model is a share of
     "scope",
-    "inference | inference | blue\nforward + backward | forward + backward | vermillion\n"
-    "training step | training step | green",
+    """
+    inference          | inference          | blue
+    forward + backward | forward + backward | vermillion
+    training step      | training step      | green
+    """,
 )
 family(  # the parts of attention
     "part",
@@ -160,8 +163,12 @@ family(  # the parts of attention
 )
 family(  # of a forward pass: where its MFU went
     "part",
-    "matmul at the rate | matmul at the measured rate | blue\nslow matmul | slow matmul | sky\n"
-    "other kernels | other kernels | vermillion\nidle | idle GPU | grey",
+    """
+    matmul at the rate | matmul at the measured rate | blue
+    slow matmul        | slow matmul                 | sky
+    other kernels      | other kernels               | vermillion
+    idle               | idle GPU                    | grey
+    """,
 )
 family(  # one code, compiled or not, with matmuls of a dtype
     "variant",
@@ -181,8 +188,36 @@ _SIZES = [config for sizes in MODEL_SIZES.values() for config in sizes.values()]
 _SIZES.sort(key=lambda config: config.num_layers * config.d_model**2)
 family("model_size", "\n".join(config.name for config in _SIZES))
 family("model", "\n".join(config.label for config in _SIZES))
-family("", "h200 | H200\nh200-x2 | H200")
-family("", "sqrt_n | every √N\nfsdp | FSDP\ntp | TP\ntp_halves | TP, two halves")
+family(
+    "",
+    """
+    h200      | H200
+    h200-x2   | H200
+    sqrt_n    | every √N
+    fsdp      | FSDP
+    tp        | TP
+    tp_halves | TP, two halves
+    """,
+)
+family(  # lines of one page each: 31, 32, 35, 37
+    "setup training which bucket",
+    """
+    Gloo, 6 processes | Gloo, 6 processes | wine
+    Gloo, 4 processes | Gloo, 4 processes | blue
+    Gloo, 2 processes | Gloo, 2 processes | sky
+    NCCL, 4 GPUs      | NCCL, 4 GPUs      | vermillion
+    NCCL, 2 GPUs      | NCCL, 2 GPUs      | orange
+    sum, not divided  | sum, not divided  | vermillion
+    shares of 3 and 1, not weighted | shares of 3 and 1, not weighted | orange
+    naive, AdamW      | naive, AdamW      | green
+    naive, SGD        | naive, SGD        | blue
+    second step       | second step       | green
+    first step        | first step        | grey
+    100 MiB           | 100 MiB           | green
+    1000 MiB          | 1000 MiB          | blue
+    one for all       | one for all       | grey
+    """,
+)
 
 
 def _tokens(count: float) -> str:

@@ -95,7 +95,12 @@ WRONG = {
                 "append(handle)\n        parameter.grad.div_(dist.get_world_size())\n",
             ),
         ],
-        "waits for nobody": [("            handle.wait()", "            pass")],
+        "asks until it is there": [
+            (
+                "append(handle)\n",
+                "append(handle)\n        while not handle.is_completed():\n            pass\n",
+            )
+        ],
         "waits for the last": [("in self.handles:", "in self.handles[-1:]:")],
         "keeps the handles": [("        self.handles.clear()\n", "")],
     },

@@ -48,7 +48,9 @@ WRONG = {
             ("        made += size\n", ""),
             ("bytes_per_s\n", "bytes_per_s\n        made += size\n"),
         ],
-        "as if all were of one size": [("made += size", "made += total / len(bucket_bytes)")],
+        "the formula of equal buckets": [
+            ("made += size", "size = total / len(bucket_bytes)\n        made += size")
+        ],
         "no start": [("leaves + start_s", "leaves")],
         "from the start of backward": [("arrived - backward_s", "arrived")],
     },
@@ -57,6 +59,5 @@ WRONG = {
         "upside down": [("send_s / start_s", "start_s / send_s")],
         "the size of a bucket": [("return (", "return total_bytes / (")],
         "the product": [("send_s / start_s", "send_s * start_s")],
-        "starts cost nothing": [("send_s / start_s", "send_s")],
     },
 }

@@ -161,7 +161,7 @@ def wrong_kinds(wrapped: nn.Module, frozen: Sequence[str] = ()) -> Iterator[str]
 
 
 def _overlaps(wrap: Wrap) -> Findings:
-    module = Toy(seed=0)
+    module = Toy(0)
     wrapped = wrap(module)
     made: list[Tensor] = []
     # Of each message, how many gradients had been made before the one whose hook sends it.
@@ -175,10 +175,11 @@ def _overlaps(wrap: Wrap) -> Findings:
         # Gradients, not flags or an order of what is unused.
         if message.dtype.is_floating_point:
             ahead.append(len(made))
+        # Who asks again and again waits, too.
+        message.is_completed = message.wait
 
-    with observed(note):
-        with observed() as early:
-            loss_of(wrapped, dist.get_rank()).backward()
+    with observed(note) as early:
+        loss_of(wrapped, dist.get_rank()).backward()
         on_the_way = len(ahead)
         waits = sum(message.waits > 0 or not message.is_async for message in early)
         wrapped.finish_gradient_synchronization()
@@ -186,7 +187,7 @@ def _overlaps(wrap: Wrap) -> Findings:
         yield "no message was seen. Send gradients with dist.all_reduce(..., async_op=True)."
     if waits:
         at_the_end = "keep each handle, and wait() in finish_gradient_synchronization()"
-        yield f"backward waits for {waits} of {len(early)} messages. Use async_op=True, {at_the_end}."
+        yield f"backward waits for {waits} of {len(ahead)} messages. Use async_op=True, {at_the_end}."
     if on_the_way < len(ahead):
         yield f"{len(ahead) - on_the_way} of {len(ahead)} messages leave only when backward is over."
     if ahead[0] == len(made) - 1:
