@@ -202,11 +202,11 @@ family(
 family(  # lines of one page each: 31, 32, 35, 37
     "setup training which bucket",
     """
-    Gloo, 6 processes | Gloo, 6 processes | wine
-    Gloo, 4 processes | Gloo, 4 processes | blue
     Gloo, 2 processes | Gloo, 2 processes | sky
-    NCCL, 4 GPUs      | NCCL, 4 GPUs      | vermillion
+    Gloo, 4 processes | Gloo, 4 processes | blue
+    Gloo, 6 processes | Gloo, 6 processes | wine
     NCCL, 2 GPUs      | NCCL, 2 GPUs      | orange
+    NCCL, 4 GPUs      | NCCL, 4 GPUs      | vermillion
     sum, not divided  | sum, not divided  | vermillion
     shares of 3 and 1, not weighted | shares of 3 and 1, not weighted | orange
     naive, AdamW      | naive, AdamW      | green
