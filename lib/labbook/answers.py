@@ -30,8 +30,10 @@ class Claim:
 
     def __post_init__(self):
         if not isinstance(self.holds, bool | np.bool_):
-            kind = f"{self.description!r} is {type(self.holds).__name__}"
-            raise TypeError(f"{kind}, not a truth value; use .all() or .any() on several")
+            raise TypeError(
+                f"{self.description!r} is {type(self.holds).__name__}, not a truth value; use .all() or "
+                ".any() on several"
+            )
 
 
 claim = Claim  # as an answer makes it
@@ -97,9 +99,11 @@ def one(frame: pd.DataFrame, **key: object) -> pd.Series:
         rows = rows[rows[name].isna() if value is None else rows[name] == value]
     if len(rows) == 1:
         return rows.iloc[0]
-    message = f"{len(rows)} rows of {len(frame)} have {', '.join(texts)}, one is wanted"
     differences = varying_values(rows, rows.columns) or "nothing"
-    raise LookupError(f"{message}; they differ in {differences}")
+    raise LookupError(
+        f"{len(rows)} rows of {len(frame)} have {', '.join(texts)}, one is wanted; they differ in "
+        f"{differences}"
+    )
 
 
 def ms(milliseconds: float, like: float | None = None) -> str:
@@ -114,8 +118,7 @@ def ms(milliseconds: float, like: float | None = None) -> str:
 
 def gib(mib: float, like: float | None = None) -> str:
     """Memory, given in MiB as rows have it: 68.9 MiB, 16.1 GiB. In the unit that `like` would have."""
-    size = abs(mib if like is None else like)
-    if size < 1024:
+    if abs(mib if like is None else like) < 1024:
         return f"{significant(mib)} MiB"
     return f"{significant(mib / 1024)} GiB"
 

@@ -9,15 +9,13 @@ from labbook.schema import schema
 
 def require_one_row_each(frame: pd.DataFrame, *by: str | None) -> None:
     """Raises ValueError when two rows would be drawn in one place, naming what tells them apart."""
-    named = filter(None, by)
-    columns = list(dict.fromkeys(named))
+    columns = list(dict.fromkeys(filter(None, by)))
     results = schema().values | {"status", "reason", "run"}
     others = [name for name in frame if name not in results]
     for key, group in frame.groupby(columns, dropna=False, sort=False):
         if len(group) == 1:
             continue
-        pairs = zip(columns, key, strict=True)
-        place = ", ".join(f"{column}={value}" for column, value in pairs)
+        place = ", ".join(map("{}={}".format, columns, key))
         varying = varying_values(group, others) or "nothing: they are duplicates"
         raise ValueError(f"{len(group)} rows share {place}; they differ in {varying}")
 
@@ -28,8 +26,7 @@ def varying_values(group: pd.DataFrame, columns: Iterable[str]) -> str:
     for column in columns:
         values = group[column].unique()
         if len(values) > 1:
-            first = ", ".join(map(str, values[:4]))
-            texts.append(f"{column} ({first})")
+            texts.append(f"{column} ({', '.join(map(str, values[:4]))})")
     return "; ".join(texts)
 
 

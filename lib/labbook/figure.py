@@ -14,10 +14,17 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import (
+    FixedLocator,
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullLocator,
+    SymmetricalLogLocator,
+)
 from PIL import Image
 
-from labbook.labels import column_of, named_value, ordered, value_label
+from labbook.labels import column_of, is_text, named_value, ordered, value_label
 from labbook.style import MUTED, ZONE, in_style
 
 WIDTH = 9.2  # inches: 1472 pixels at 160 dpi
@@ -186,15 +193,15 @@ def sheet(
 def x_ticks(axes: Axes, column: str, values: pd.Series, *, log: bool) -> None:
     """Tick each measured value when they are few, round ones else; `log`: where they are numbers."""
     distinct = ordered(values, column)
-    if any(isinstance(value, str) for value in distinct):
+    if is_text(distinct):
         axes.set_xticks(range(len(distinct)), [value_label(value, column) for value in distinct])
         return
     if log:
-        _log_scale(axes.set_xscale, values, 2)
-        axes.xaxis.set_minor_locator(NullLocator())
-    few = len(distinct) <= _MOST_TICKS and (log or values.dtype.kind != "f")
-    many = LogLocator(10) if log else MaxNLocator(8, steps=[1, 2, 5, 10], integer=True)
-    axes.xaxis.set_major_locator(FixedLocator(distinct) if few else many)
+        _log_scale(axes.set_xscale, axes.xaxis, values, 2)
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=True))
+    if len(distinct) <= _MOST_TICKS and (log or values.dtype.kind != "f"):
+        axes.xaxis.set_major_locator(FixedLocator(distinct))
     plain_numbers(axes.xaxis, column)
 
 
@@ -204,20 +211,22 @@ def log_y(axes: Axes, values: pd.Series) -> None:
     if positive.empty:
         axes.set_yticks([])
         return
-    _log_scale(axes.set_yscale, values, 10)
-    decades = np.log10(positive.max() / positive.min())
-    subs = (1, 2, 5) if decades <= 2 else (1,)
-    axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
-    axes.yaxis.set_minor_locator(NullLocator())
+    subs = (1, 2, 5) if positive.max() <= 100 * positive.min() else (1,)
+    _log_scale(axes.set_yscale, axes.yaxis, values, 10, subs)
     plain_numbers(axes.yaxis)
 
 
-def _log_scale(set_scale, values, base):
+def _log_scale(set_scale, axis, values, base, subs=(1,)):
     """A logarithmic scale; where it would lose zeros it is linear below the smallest positive number."""
     if values.min() > 0:
         set_scale("log", base=base)
+        ticks = LogLocator(subs=subs, numticks=20)
     else:
         set_scale("symlog", base=base, linthresh=values[values > 0].min())
+        # The limits of a LogLocator would leave zeros out.
+        ticks = SymmetricalLogLocator(axis.get_transform(), subs)
+    axis.set_major_locator(ticks)
+    axis.set_minor_locator(NullLocator())
 
 
 def plain_numbers(axis: Axis, column: str = "") -> None:

@@ -74,5 +74,6 @@ def read_record(path: Path, kind: type) -> Any:
         return kind(**{name: value for name, value in written.items() if name in names})
     except (ValueError, TypeError, AttributeError) as error:
         name = "/".join(path.parts[-3:])
-        message = f"{name} is damaged ({error}); restore it from git, or remove it"
-        raise ValueError(message) from None
+        raise ValueError(
+            f"{name} is damaged ({error}); restore it from git, or remove it"
+        ) from None

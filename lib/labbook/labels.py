@@ -141,13 +141,18 @@ def named_value(column: str, value: object) -> str:
     return f"{name} {text} {unit.rstrip(')')}".rstrip()
 
 
+def is_text(values: Iterable[Hashable]) -> bool:
+    """Whether some of the values are words."""
+    return any(isinstance(value, str) for value in values)
+
+
 def family_of(values: Iterable[Hashable], column: str | None) -> dict[Hashable, Named]:
     """What is known of a column's values, by name and by label; of several families the best fitting."""
     distinct = set(values)
-    families = []
-    for named in vocabulary().families.get(column or "", ()):
-        by_label = {entry.label: entry for entry in named.values()}
-        families.append(by_label | named)
+    families = [
+        {entry.label: entry for entry in named.values()} | named
+        for named in vocabulary().families.get(column or "", ())
+    ]
     return max(families, key=lambda family: len(distinct & set(family)), default={})
 
 
@@ -159,8 +164,7 @@ def ordered(values: Iterable[Hashable], column: str | None = None) -> list:
         order = [named.label for named in family.values()]
         places = {value: order.index(family[value].label) for value in distinct if value in family}
         return sorted(distinct, key=lambda value: places.get(value, len(order)))
-    has_text = any(isinstance(value, str) for value in distinct)
-    return distinct if has_text else sorted(distinct)
+    return distinct if is_text(distinct) else sorted(distinct)
 
 
 def significant(value: float) -> str:

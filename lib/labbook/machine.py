@@ -62,9 +62,10 @@ class MachineCard:
         gpu = f"{self.gpu} ({memory:.0f} GiB, {self.sm_count} SMs)" if memory else "no GPU"
         rates = ", ".join(f"{dtype} {rate:.3g}" for dtype, rate in self.matmul_tflops.items())
         host = f"{self.cpu} ({self.cores} cores, {self.memory_gib:.0f} GiB)"
-        measured = f"matmul {rates} TFLOP/s, copy {float(f'{self.copy_gbps:.3g}'):,g} GB/s"
-        about = f"{self.slug}: {gpu}, {host}, torch {self.torch}, triton {self.triton}"
-        return f"{about}; measured: {measured}"
+        return (
+            f"{self.slug}: {gpu}, {host}, torch {self.torch}, triton {self.triton}; measured: "
+            f"matmul {rates} TFLOP/s, copy {float(f'{self.copy_gbps:.3g}'):,g} GB/s"
+        )
 
 
 def machine_card(device: str | torch.device = "auto", several: bool = False) -> MachineCard:

@@ -88,8 +88,7 @@ def _visible(colors, shares):
 def _places(values):
     """Where values stand on an x axis: numbers at themselves, text at equal distances."""
     names = ordered(values, values.name)
-    is_text = any(isinstance(name, str) for name in names)
-    return values.map(names.index) if is_text else values
+    return values.map(names.index) if labels.is_text(names) else values
 
 
 def _has_band(frame, y):

@@ -99,8 +99,9 @@ def load_rows(slug: str, machine: str, table: str) -> pd.DataFrame:
     path = find(*_file(machine, slug, table).parts)
     columns = schema().tables[table]
     fields = _sorted(_read(path, table), columns)
-    types = columns.types.items()
-    frame = pd.DataFrame({name: _typed(fields[name], kind, path) for name, kind in types})
+    frame = pd.DataFrame(
+        {name: _typed(fields[name], kind, path) for name, kind in columns.types.items()}
+    )
     return frame.assign(machine=pd.Series(machine, frame.index, dtype=object))
 
 
@@ -130,8 +131,9 @@ def checked(record: Mapping, columns: Table) -> dict:
     for name, value in record.items():
         is_known = name == "machine" or name in columns.types
         if not (is_known or value == "" or pd.isna(value)):  # of a frame with more columns
-            allowed = ", ".join(columns.keys | columns.values)
-            raise ValueError(f"there is no column {name!r}; allowed: {allowed}")
+            raise ValueError(
+                f"there is no column {name!r}; allowed: {', '.join(columns.keys | columns.values)}"
+            )
     row = {"status": "ok"}
     for name, kind in columns.types.items():
         try:

@@ -11,7 +11,7 @@ import numpy as np
 import seaborn as sns
 from matplotlib.colors import to_hex
 
-from labbook.labels import family_of, ordered
+from labbook.labels import family_of, is_text, ordered
 
 # Okabe & Ito, "Color Universal Design" (2008), told apart with every kind of colour vision; and five more.
 BLUE = "#0072B2"
@@ -44,7 +44,7 @@ def palette(values: Iterable[Hashable], column: str | None) -> dict[Hashable, st
     """A colour for each value of a column: the vocabulary's, a ramp for what is ordered, or a spare one."""
     values = ordered(values, column)
     family = family_of(values, column)
-    are_numbers = len(values) > 1 and not any(isinstance(value, str) for value in values)
+    are_numbers = len(values) > 1 and not is_text(values)
     has_no_colors = family and not any(named.color for named in family.values())
     if are_numbers or has_no_colors:
         shades = sns.color_palette("crest", as_cmap=True)(np.linspace(0.08, 1, len(values)))

@@ -166,7 +166,6 @@ def _outcome(row, values):
     if row.get("status", "ok") != "ok":
         reason = f" ({row['reason']})" if row.get("reason") else ""
         return row["status"] + reason
-    columns = ["p50_ms"] + list(values)
-    column = next(name for name in columns if not pd.isna(row.get(name)))
+    column = next(name for name in ["p50_ms"] + list(values) if not pd.isna(row.get(name)))
     value = row[column]
     return value if isinstance(value, str) else quantity(value, column)

@@ -128,10 +128,11 @@ def compare(
             contiguous = trial.converted(Tensor.contiguous).results(function)
             if not reason and error_of(name, contiguous[name]) <= allowed:
                 reason = ". Contiguous tensors give what is right: read others by their strides"
-            numbers = f"{error:.2g} (relative); allowed: {allowed:.2g}, {standard}"
-            raise AssertionError(f"{label} is off by {numbers}{reason}")
-        line = {"tensor": name, "error": error, "torch_error": torch_error}
-        yield line | {"ratio": error / torch_error}
+            raise AssertionError(
+                f"{label} is off by {error:.2g} (relative); allowed: {allowed:.2g}, {standard}{reason}"
+            )
+        ratio = error / torch_error
+        yield {"tensor": name, "error": error, "torch_error": torch_error, "ratio": ratio}
 
 
 def _strided(x: Tensor) -> Tensor:

@@ -132,10 +132,10 @@ def _random_inputs(
 def _diagnose(ours: Tensor, error: float) -> str:
     """The usual reason for an error of this kind."""
     if not ours.isfinite().all():
-        why = (
-            "is the maximum subtracted, a hidden score -inf before exp, and every element written?"
+        return (
+            ". It is not finite: is the maximum subtracted, a hidden score -inf before exp, and every "
+            "element written?"
         )
-        return f". It is not finite: {why}"
     if ours.dtype == torch.float32 and 1e-4 < error < 3e-3:
         return ". TF32 is off by so much: float32 needs input_precision='ieee' in tl.dot on a GPU"
     return ""

@@ -39,8 +39,10 @@ def inside_tensors() -> Iterator[None]:
             places = np.asarray(args[addresses])
             wanted = np.asarray(args[mask]).astype(bool)
             outside = _outside(places[np.broadcast_to(wanted, places.shape)], extents)
-            where = f"{name} {does} {outside} numbers outside its tensors"
-            assert not outside, f"{where}: is the place right, and are both edges masked?"
+            assert not outside, (
+                f"{name} {does} {outside} numbers outside its tensors: is the place right, and are both "
+                "edges masked?"
+            )
             return original(*args, **by_name)
 
         return access

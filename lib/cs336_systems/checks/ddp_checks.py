@@ -32,8 +32,9 @@ def check_ddp(
         some_unused: of these only parameters that rank 0 alone uses.
         overlapped: also ask that messages leave during backward, which waits for none.
     """
-    hint = "Broadcast every parameter and buffer from rank 0 in __init__."
-    yield from starts_from_rank_0(wrap, hint)
+    yield from starts_from_rank_0(
+        wrap, "Broadcast every parameter and buffer from rank 0 in __init__."
+    )
     yield Property("parameters and buffers are rank 0's")
     yield from gradients(wrap)
     yield Property("gradients are the mean over the ranks")
@@ -41,12 +42,17 @@ def check_ddp(
         yield from _overlaps(wrap)
     yield from follow(wrap, "one backward pass a step")
     if thorough:
-        several = {"passes": 3, "options": lambda rank, step, number: {"rarely": number != 1}}
-        how = "three backward passes before finish_gradient_synchronization()"
-        yield from follow(wrap, how, **several)
-        how = "parameters that in a step only rank 0 uses, or no rank does"
-        in_turn = {"options": lambda rank, step, _: {"rarely": step % 2 == 1 and rank == 0}}
-        yield from follow(wrap, how, **in_turn)
+        yield from follow(
+            wrap,
+            "three backward passes before finish_gradient_synchronization()",
+            passes=3,
+            options=lambda rank, step, number: {"rarely": number != 1},
+        )
+        yield from follow(
+            wrap,
+            "parameters that in a step only rank 0 uses, or no rank does",
+            options=lambda rank, step, _: {"rarely": step % 2 == 1 and rank == 0},
+        )
     elif some_unused:
         how = "parameters that only rank 0 uses"
         yield from follow(wrap, how, options=lambda rank, *_: {"rarely": rank == 0})

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.checks.bounds import inside_tensors
 
-_MARKS = {True: "✓", False: "✗"}
 _VERDICTS = {True: "right", False: "not right", None: "not yet"}
 # As a stub raises it, here, in another process or inside a kernel; PyTorch's own have a message.
 _NOT_WRITTEN = re.compile(r"NotImplementedError(\(\))?:?['\")]*\s*$", re.MULTILINE)
@@ -47,7 +46,7 @@ class StepCheck:
     def __call__(self, property: str, holds: Any, diagnosis: str = "") -> None:
         """Show a property; `holds` is anything true or false, `diagnosis` the usual reason if false."""
         reason = f": {diagnosis}" if diagnosis and not holds else ""
-        print(f"{_MARKS[bool(holds)]} {property}{reason}")
+        print(f"{'✓' if holds else '✗'} {property}{reason}")
         self.passed = self.passed and bool(holds)
 
     def close(
@@ -79,10 +78,10 @@ class StepCheck:
 def assert_tensor(what: str, result: Any, wanted: Tensor) -> None:
     """AssertionError: what was returned is None, no tensor, or of another device, shape or dtype."""
     assert result is not None, f"{what}: {_NOTHING}"
-    kind = type(result).__name__
-    assert isinstance(result, Tensor), f"{what}: {kind} is returned; wanted: a tensor"
-    place = f"on {result.device}; wanted: on {wanted.device}"
-    assert result.device == wanted.device, f"{what} is {place}"
+    is_tensor = isinstance(result, Tensor)
+    assert is_tensor, f"{what}: {type(result).__name__} is returned; wanted: a tensor"
+    is_there = result.device == wanted.device
+    assert is_there, f"{what} is on {result.device}; wanted: on {wanted.device}"
     kind, right = (f"{tuple(x.shape)}, {x.dtype}" for x in (result, wanted))
     assert kind == right, f"{what} is {kind}; wanted: {right}"
 

@@ -22,8 +22,7 @@ _LOG2_E = 1.4426950408889634
 
 def _random_tiles(count, device, seed=0):
     generator = random_on(device, seed)
-    shape = (count, _TILE, _TILE)
-    return torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+    return torch.randn(count, _TILE, _TILE, generator=generator, device=device, dtype=torch.float32)
 
 
 @triton.jit
@@ -206,8 +205,8 @@ def check_backward(check: StepCheck, attention: AttentionFunction, device: Devic
     """Properties of the gradients of `attention(q, k, v, is_causal)`, and of the logsumexp kept for them."""
     _tell(check, "keeps one logsumexp a row", check_logsumexp, attention, device=device)
     _tell_cases(check, attention, _CASES, device=device)
-    in_16 = replace(_CASES[0], name="16 bits")
-    _tell_cases(check, attention, [in_16], dtype=torch.half, device=device)
+    in_16 = [replace(_CASES[0], name="16 bits")]
+    _tell_cases(check, attention, in_16, dtype=torch.half, device=device)
 
 
 def _tell_cases(check, attention, cases, **options):

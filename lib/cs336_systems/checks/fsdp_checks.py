@@ -231,8 +231,9 @@ def _prefetch(wrap: Wrap) -> Findings:
             begun.setdefault(layer, len(reached))
             ahead[layer] = message
             if not message.is_async:
-                start = "where it starts. Start it with async_op=True"
-                mistakes.append(f"the all-gather of {layer!r} is waited for {start}.")
+                mistakes.append(
+                    f"the all-gather of {layer!r} is waited for where it starts. Start it with async_op=True."
+                )
 
     def enter(layer: str, *_: Any) -> None:
         """Called before the wrapper's own hook."""
@@ -243,9 +244,10 @@ def _prefetch(wrap: Wrap) -> Findings:
         ahead.pop(layer, None)
         for other, message in ahead.items():
             if message.waits:
-                early = f"the all-gather of {other!r} is waited for before {layer!r} computes"
-                mend = "Before it, wait for its own gather alone."
-                mistakes.append(f"{early}, hidden by nothing. {mend}")
+                mistakes.append(
+                    f"the all-gather of {other!r} is waited for before {layer!r} computes, hidden by "
+                    "nothing. Before it, wait for its own gather alone."
+                )
 
     def on_result(layer: str, module: nn.Module, inputs: Any, result: Tensor) -> None:
         result.register_hook(partial(enter, layer))

@@ -111,10 +111,10 @@ def _unfinished(sent: Sequence[Message]) -> str:
     late = [message.collective for message in handles if not message.waited_for]
     if not late:
         return ""
-    name = late[0]
-    sent = f"{len(late)} of {len(handles)} {name.replace('_', '-')}s"
-    mend = f"Keep every handle that {name}(..., async_op=True) returns, and wait() for it."
-    return f"{sent} may still be under way at the end. {mend}"
+    return (
+        f"{len(late)} of {len(handles)} {late[0].replace('_', '-')}s may still be under way at the end. Keep "
+        f"every handle that {late[0]}(..., async_op=True) returns, and wait() for it."
+    )
 
 
 _observers: list[Callable[[Message], None]] = []

@@ -220,7 +220,9 @@ def run_fused(block: TransformerBlock, x: Tensor) -> Tensor:
     """`model.run_block` through BlockFunction, or as it is where that would compute something else.
 
     That is so for modules that are not as `model` wrote them (adapters, hooks, parametrizations), dtypes that
-    differ, in autocast, and under torch.compile or FakeTensorMode. block.keep: some of KEEPABLE.
+    differ, in autocast, and under torch.compile, FakeTensorMode or any other mode. It is decided at each
+    call: around a checkpointed forward and its backward the same has to be switched on. block.keep: some of
+    KEEPABLE.
     """
     if not _is_as_written(block, x):
         return run_block(block, x)

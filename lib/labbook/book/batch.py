@@ -90,8 +90,7 @@ def jobs(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
         kept = resolve(only, parameters)
         # Who names parameters, too, asks for one run of each.
         entries = [] if overrides else [entry for entry in entries if entry[0] in kept]
-        has_entry = {name for name, _ in entries}
-        entries += [(name, {}) for name in kept if name not in has_entry]
+        entries += [(name, {}) for name in kept if name not in dict(entries)]
     overriding = dict(override.partition("=")[::2] for override in overrides)
     settable = {parameter for name, _ in entries for parameter in parameters[name]}
     for name in overriding.keys() - settable:
@@ -236,7 +235,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     """How each ended and how long it took, those last that failed; a reason under its line."""
     lines = []
     for outcome in sorted(outcomes, key=lambda outcome: outcome.status == "error"):
-        job = f"{outcome.notebook} {outcome.parameters}".rstrip()
+        job = f"{outcome.notebook} {outcome.parameters}"
         lines.append(f"{outcome.status:7} {outcome.seconds:7.1f} s  {job}".rstrip())
         if outcome.reason:
             lines.append(f"    {outcome.reason}")

@@ -59,8 +59,7 @@ def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Outcome:
         partial.unlink(missing_ok=True)
         raise
     if process.returncode < 0:  # it could not say why
-        name = signal.Signals(-process.returncode).name
-        reason = f"killed by {name}, perhaps out of memory"
+        reason = f"killed by {signal.Signals(-process.returncode).name}, perhaps out of memory"
     elif process.returncode:
         reason = f"exit code {process.returncode}"
     if partial.exists():

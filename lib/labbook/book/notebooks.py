@@ -23,11 +23,10 @@ from papermill.translators import PythonTranslator
 from labbook.code import notebook_of
 from labbook.project import project
 
-_BOOLS = {"true": True, "false": False}
 # YAML's own numbers would not do: 064 is 52 there, 1:30 is 90, and 1e-3 is text.
 _OF_TEXT = {
     list: lambda text: yaml.load(text, yaml.BaseLoader),
-    bool: lambda text: _BOOLS[text.lower()],
+    bool: lambda text: {"true": True, "false": False}[text.lower()],
     int: int,
     float: float,
     str: str,

@@ -31,8 +31,7 @@ def run_on_slurm(
         raise BatchError(
             "there is no sbatch here; --cluster slurm is for a node of a Slurm cluster"
         )
-    digest = hashlib.sha256(str(output).encode()).hexdigest()
-    name = f"workbook-{digest[:8]}"
+    name = f"workbook-{hashlib.sha256(str(output).encode()).hexdigest()[:8]}"
     due = [job for job in jobs if force or _is_due(job, output, gpu)]
     for job in due:
         for path in _outcomes(job, output, gpu):

@@ -6,7 +6,7 @@ On a GPU the CUDA allocator records, whose snapshot pytorch.org/memory_viz opens
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
+from torch import Tensor
 
 from labbook.files import write_atomically
 from labbook.memory.operations import own_line
@@ -65,22 +66,22 @@ def record_memory(
     step, prepare = steps.of(pass_)
     steps.model.zero_grad(set_to_none=True)
     run = step if prepare is None else partial(step, prepare())
-    before = dict(others or {}) | _owners(steps)
+    before = dict(others or {}) | owners_of(steps.tensors())
     if steps.device.type == "cuda":
         snapshot = _recorded(run, steps)
         if stem is not None:
             write_atomically(stem.with_name(f"{stem.name}.pickle"), pickle.dumps(snapshot))
-        return read_snapshot(snapshot, before, _owners(steps))
+        return read_snapshot(snapshot, before, owners_of(steps.tensors()))
     with TemporaryDirectory(prefix="labbook-memory-") as scratch, steps.recording():
         path = Path(scratch, "step.json")
         torch_trace.record_trace(run, path, device="cpu", with_memory=True)
-        return read_memory_trace(path, before, _owners(steps))
+        return read_memory_trace(path, before, owners_of(steps.tensors()))
 
 
-def _owners(steps):
-    """The storages of parameters, gradients and optimizer state as they are now, by address."""
+def owners_of(categories: Mapping[str, Iterable[Tensor]]) -> Owners:
+    """The storages of the tensors of each category as they are now, by address."""
     owners = {}
-    for category, tensors in steps.tensors().items():
+    for category, tensors in categories.items():
         for tensor in tensors:
             storage = tensor.untyped_storage()
             owners[storage.data_ptr()] = (category, storage.nbytes())
@@ -225,8 +226,7 @@ def timeline(history: MemoryHistory, points: int | None = 256) -> pd.DataFrame:
     for stage in stages.itertuples():
         held.loc[stage.start_us : stage.end_us, "stage"] = stage.name
     held = held.reset_index(drop=True)
-    count = min(points or len(held), len(held))
-    piece = held.index * count // len(held)
+    piece = held.index * min(points or len(held), len(held)) // len(held)
     largest = held[CATEGORIES].sum(axis=1).groupby(piece).idxmax()
     return held.loc[largest].reset_index(drop=True)
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labbook.memory.history import CATEGORIES, record_memory, stage_peaks
+from labbook.memory.history import CATEGORIES, owners_of, record_memory, stage_peaks
 from labbook.memory.operations import storage_bytes
 from labbook.timing import MIB
 
@@ -32,7 +32,10 @@ def held_at_peak(steps: Any) -> Held:
     """Bytes held at the peak of one more step, with every allocation recorded."""
     # Gradients that are there when the step begins would count as what others hold.
     steps.model.zero_grad(set_to_none=True)
-    history = record_memory(steps, "train_step", others=_others(steps.device))
+    # A CPU's trace tells of no tensor that is older than itself.
+    is_on_cpu = steps.device.type == "cpu"
+    others = owners_of({"other": _tensors_of_python()}) if is_on_cpu else None
+    history = record_memory(steps, "train_step", others=others)
     stages = stage_peaks(history)
     peak = stages.loc[stages["total"].idxmax()]
     held = {category: peak[category] * MIB for category in _LASTING}
@@ -49,13 +52,6 @@ def held_now(steps: Any) -> Held:
     else:
         total = storage_bytes(_tensors_of_python())
     return held | {"rest": total - sum(held.values())}
-
-
-def _others(device):
-    """What is there already: a CPU's trace tells of no tensor that is older than itself."""
-    tensors = _tensors_of_python() if device.type == "cpu" else []
-    storages = map(Tensor.untyped_storage, tensors)
-    return {storage.data_ptr(): ("other", storage.nbytes()) for storage in storages}
 
 
 def _tensors_of_python():

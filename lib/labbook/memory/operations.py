@@ -160,7 +160,9 @@ def operations_of(function: Callable) -> list[Operation]:
     """The operations that a call of the function runs, its backward included where it calls that.
 
     Views are left out: they move nothing. Temporaries inside one operation are not seen, nor are the fused
-    kernels of compiled code: of that only the library's operations are, its matmuls.
+    kernels of compiled code: of that only the library's operations are, its matmuls. What looks at modes
+    before it computes, as fused blocks do, may take another way in here: count a checkpointed forward and
+    its backward in one call, or the checkpoint, which computes again, does not find what it had.
     """
     operations = []
 

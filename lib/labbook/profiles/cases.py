@@ -115,8 +115,7 @@ def _failed(case, source, status, reason):
 
 
 def _tables(case, source, kernels, ranges):
-    profiler = source if source == "nsys" else f"torch {case.device.type}"
-    columns = case | {"profiler": profiler}
+    columns = case | {"profiler": source if source == "nsys" else f"torch {case.device.type}"}
     return {
         "kernels": [columns | row for row in kernels],
         "ranges": [columns | row for row in ranges],

@@ -88,9 +88,10 @@ def complete(events: pd.DataFrame, source: str) -> pd.DataFrame:
     is_odd |= (events.end_ns < events.start_ns).fillna(True).astype(bool)
     if is_odd.any():
         kinds = ", ".join(events.kind[is_odd].unique())
-        needs = "a name, process, thread and end after their start"
-        count = f"{is_odd.sum()} of {len(events)} events ({kinds})"
-        raise ProfileError(f"{source}: {count} do not have {needs}; record it again")
+        raise ProfileError(
+            f"{source}: {is_odd.sum()} of {len(events)} events ({kinds}) do not have a name, process, thread "
+            "and end after their start; record it again"
+        )
     return events.astype(_INTEGERS | {"correlation": float})
 
 
@@ -141,8 +142,7 @@ def covered(spans: pd.DataFrame, gap_ms: float = 0.0) -> pd.DataFrame:
 
 def stages(table: pd.DataFrame) -> pd.Series:
     """The part of each row's range right after the root: forward, backward, optimizer; or the root itself."""
-    parts = table.range.str.split("/")
-    return parts.str[:2].str[-1]
+    return table.range.str.split("/").str[:2].str[-1]
 
 
 def kernel_table(profile: Profile, root: str = STEP) -> pd.DataFrame:
@@ -155,9 +155,8 @@ def kernel_table(profile: Profile, root: str = STEP) -> pd.DataFrame:
     steps, _, kernels = _inside(profile, root)
     times_ms = (kernels.end_ns - kernels.start_ns) * MS
     of_kernel = times_ms.groupby([kernels[key] for key in _KEYS])
-    sums = of_kernel.agg(calls="size", total_ms="sum")
-    table = (sums / len(steps)).reset_index()
-    return table.sort_values("total_ms", ascending=False, ignore_index=True)
+    means = of_kernel.agg(calls="size", total_ms="sum") / len(steps)
+    return means.reset_index().sort_values("total_ms", ascending=False, ignore_index=True)
 
 
 def kernel_rows(table: pd.DataFrame) -> list[dict]:
@@ -170,9 +169,8 @@ def kernel_rows(table: pd.DataFrame) -> list[dict]:
     is_small = of_kernel < 2e-3 * table.total_ms.sum()
     kernel = table.kernel.mask(is_small, "rest")
     ranges = table.range.str.replace(r"\.\d+", ".*", regex=True)
-    rows = table.groupby([ranges, kernel, "class"])
-    rows = rows[["calls", "total_ms"]].sum()
-    return rows.reset_index().to_dict("records")
+    sums = table.groupby([ranges, kernel, "class"])[["calls", "total_ms"]].sum()
+    return sums.reset_index().to_dict("records")
 
 
 def range_table(profile: Profile) -> pd.DataFrame:
@@ -185,17 +183,14 @@ def range_table(profile: Profile) -> pd.DataFrame:
     rows = []
     for opened in ranges[ranges.range.str.count("/") <= 1].itertuples():
         own = _since(kernels, opened, "launch_ns")
-        busy = covered(own)
-        host_ns = opened.end_ns - opened.start_ns
         row = {
             "range": opened.range,
-            "host_ms": host_ns * MS,
-            "device_busy_ms": busy.eval("end_ms - start_ms").sum(),
+            "host_ms": (opened.end_ns - opened.start_ns) * MS,
+            "device_busy_ms": covered(own).eval("end_ms - start_ms").sum(),
             "calls": len(own),
         }
         rows.append(row)
-    means = pd.DataFrame(rows).groupby("range", sort=False).mean()
-    return means.reset_index()
+    return pd.DataFrame(rows).groupby("range", sort=False).mean().reset_index()
 
 
 def within(profile: Profile, name: str) -> Profile:
@@ -245,6 +240,5 @@ def _since(frame, step, time="start_ns"):
     is_inside = frame[time].between(step.start_ns, step.end_ns, inclusive="left")
     is_inside &= frame.process == step.process
     frame = frame[is_inside].reset_index(drop=True)
-    start_ms = (frame.start_ns - step.start_ns) * MS
-    end_ms = (frame.end_ns - step.start_ns) * MS
-    return frame.assign(start_ms=start_ms, end_ms=end_ms)
+    times_ms = (frame[["start_ns", "end_ns"]] - step.start_ns) * MS
+    return frame.assign(start_ms=times_ms.start_ns, end_ms=times_ms.end_ns)

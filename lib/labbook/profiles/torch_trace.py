@@ -94,8 +94,7 @@ def load_trace(path: Path) -> tuple[list[dict], pd.DataFrame]:
 def _row(event):
     """The fields and arguments of an event, in the order of the table's columns."""
     arguments = event.get("args") or {}
-    fields = [event.get(name) for name in _FIELDS]
-    return fields + [arguments.get(name) for name in _ARGUMENTS]
+    return list(map(event.get, _FIELDS)) + list(map(arguments.get, _ARGUMENTS))
 
 
 def read_trace(path: Path) -> Profile:
@@ -103,6 +102,8 @@ def read_trace(path: Path) -> Profile:
 
     On a CPU an operator's own time counts, without the operators that it calls, and operators that touch no
     data (views, allocations) are left out: what remains corresponds to a GPU's kernels. A stream is a thread.
+    The operator at which a checkpoint stops to compute again is among them, though it computes nothing: one
+    call a segment too many.
     Raises FileNotFoundError, ProfileError: see `load_trace` and `Profile`; or it is of several processes.
     """
     _, events = load_trace(path)
@@ -121,8 +122,7 @@ def read_trace(path: Path) -> Profile:
     own_ns = _own_ns(operators)
     events.loc[own_ns.index, "end_ns"] = events.start_ns + own_ns
     events["stream"] = pd.factorize(events.thread, sort=True)[0]
-    touches_data = events.name.map(_BOOKKEEPING.search).isna()
-    computes = events.index.isin(own_ns.index) & touches_data
+    computes = events.index.isin(own_ns.index) & events.name.map(_BOOKKEEPING.search).isna()
     return Profile(events[computes | (events.kind == "range")])
 
 
@@ -130,8 +130,7 @@ def _own_ns(operators):
     """The time of each operator without that of the operators that it calls.
 
     One of the caller's own name (it dispatches to itself) is no call: it is left out, its time the caller's.
-    Nor is what a TorchDispatchMode takes: what that runs, if it runs anything, is inside. The operator at
-    which a checkpoint stops to compute again is a call all the same: one a segment.
+    Nor is what a TorchDispatchMode takes: what that runs, if it runs anything, is inside.
     """
     order = ["thread", "start_ns", "end_ns"]
     # An operator stands before those that it calls.
