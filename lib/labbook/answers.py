@@ -69,8 +69,7 @@ def _checked(what, claims):
 
 def show_source(*objects: Callable | type) -> None:
     """Show the lines that run, of functions or classes, without docstrings: the notebook explains."""
-    sources = [without_docstrings(inspect.getsource(item)) for item in objects]
-    code = "\n\n".join(sources)
+    code = "\n\n".join(without_docstrings(inspect.getsource(item)) for item in objects)
     display.display(display.Markdown(f"```python\n{code}\n```"))
 
 

@@ -230,8 +230,7 @@ def _over_ranks(groups, setup, options, start):
             if not timing.is_out_of_memory(cause):
                 raise
         # What rank 0 had not sent when a rank ended.
-        failure = Timing(status="oom", reason=cause[:200])
-        yield [_row(case, failure) for case in groups[0]]
+        yield [_row(case, Timing(status="oom", reason=cause[:200])) for case in groups[0]]
         groups = groups[1:]
 
 

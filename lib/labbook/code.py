@@ -42,7 +42,7 @@ def of_notebook(path: Path) -> dict[str, str]:
     Of a notebook that saves none: of all that it executes in the packages that have measured rooms.
     """
     cells, parameters = code_cells(path)
-    hashes: dict[str, str] = {}
+    hashes = {}
     for place in range(len(cells)):
         hashes |= of_cells(cells[: place + 1], parameters)
     if hashes:
@@ -59,8 +59,8 @@ def of_cells(sources: Sequence[str], parameters: Collection[str] = ()) -> dict[s
     parameters: the names whose literal values are no code.
     """
     before = _statements(sources[:-1])
-    needed: set[int] = set()
-    tables: list[str] = []
+    needed = set()
+    tables = []
     for code in statements(sources[-1]):
         before.append(code)
         if code.tables:
@@ -115,7 +115,7 @@ def _joined(values):
 
 def _imports(tree):
     """Dotted names of modules, or of something in one; relative ones there are none."""
-    names: set[str] = set()
+    names = set()
     for node in ast.walk(tree):
         match node:
             case ast.Import(aliases):
@@ -126,8 +126,7 @@ def _imports(tree):
 
 
 def _digest(*texts):
-    text = "".join(texts)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return hashlib.sha256("".join(texts).encode()).hexdigest()[:12]
 
 
 # Statements of notebooks.
@@ -152,8 +151,8 @@ class Code:
 def code_cells(path: Path) -> tuple[list[str], set[str]]:
     """The sources of a notebook's code cells, and the names of its parameters."""
     notebook = json.loads(path.read_text(encoding="utf-8"))
-    sources: list[str] = []
-    parameters: set[str] = set()
+    sources = []
+    parameters = set()
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             sources.append("".join(cell["source"]))
@@ -172,7 +171,7 @@ def statements(source: str) -> list[Code]:
 
     Of an import each name is a statement, for others of that line do not matter.
     """
-    codes: list[Code] = []
+    codes = []
     with suppress(SyntaxError):
         for node in ast.parse(TransformerManager().transform_cell(source)).body:
             match node:
@@ -247,7 +246,7 @@ def _looked_up(bytecode, bound):
 def _needed(before):
     """The places of the last statement and of all that bind what it uses, and so on."""
     last = len(before) - 1
-    needed: set[int] = set()
+    needed = set()
     waiting = [last]
     while waiting:
         place = waiting.pop()
@@ -310,7 +309,7 @@ def _module(path):
 def _files(codes, rooms):
     """The hash of each file of some rooms that code leads to."""
     prefixes = tuple(f"{room}." for room in rooms)
-    files: dict[str, str] = {}
+    files = {}
     waiting = [name for code in codes for name in code.imports]
     while waiting:
         name = waiting.pop()

@@ -162,7 +162,7 @@ def ordered(values: Iterable[Hashable], column: str | None = None) -> list:
     family = family_of(distinct, column)
     if family:
         order = [named.label for named in family.values()]
-        places = {value: order.index(family[value].label) for value in distinct if value in family}
+        places = {value: order.index(named.label) for value, named in family.items()}
         return sorted(distinct, key=lambda value: places.get(value, len(order)))
     return distinct if is_text(distinct) else sorted(distinct)
 

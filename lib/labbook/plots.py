@@ -153,10 +153,9 @@ def bars(
     bars_in_row = len(groups) * len(colors) * min(len(panels), 3)
     is_narrow = _LABEL_INCHES * bars_in_row > _GROUP_WIDTH * figure.WIDTH
     for axes, rows in panels:
-        heights = rows.pivot(index=x, columns="_hue", values=y).astype(float)
-        heights = heights.reindex(groups, columns=list(colors)).fillna(0)
-        texts = rows.pivot(index=x, columns="_hue", values="_text")
-        texts = texts.reindex(groups, columns=list(colors)).fillna("")
+        wide = rows.pivot(index=x, columns="_hue", values=[y, "_text"]).reindex(groups)
+        heights = wide[y].reindex(columns=list(colors)).astype(float).fillna(0)
+        texts = wide["_text"].reindex(columns=list(colors)).fillna("")
         _draw_groups(axes, heights, colors, _GROUP_WIDTH)
         style = {"padding": 3, "size": 8.5, "rotation": 90 if is_narrow else 0}
         for boxes, value in zip(axes.containers, colors, strict=True):

@@ -55,8 +55,7 @@ def project() -> Project:
 @cache
 def _nearest():
     here = Path.cwd()
-    checkout = Path(__file__).resolve().parents[2]
-    for folder in [here] + list(here.parents) + [checkout]:
+    for folder in [here] + list(here.parents) + [Path(__file__).resolve().parents[2]]:
         if (folder / _DECLARATION).is_file():
             return folder
     raise FileNotFoundError(

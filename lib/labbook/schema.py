@@ -46,15 +46,13 @@ def _read(path):
     declared = read_yaml(path)
     shared = declared.get("shared", {})
     tables = {name: _table(columns, shared) for name, columns in declared["tables"].items()}
-    allowed = {"status": STATUSES} | declared.get("allowed", {})
-    return Schema(tables, allowed)
+    return Schema(tables, {"status": STATUSES} | declared.get("allowed", {}))
 
 
 def _table(declared, shared):
     keys = _columns(declared["keys"], "text", shared)
     values = _columns(declared["values"], "float", shared)
-    group = _columns(declared.get("group", ""), "text", shared)
-    return Table(keys, values, tuple(group))
+    return Table(keys, values, tuple(_columns(declared.get("group", ""), "text", shared)))
 
 
 def _columns(text, default, shared):

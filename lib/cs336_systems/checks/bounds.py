@@ -84,7 +84,6 @@ def _extents(arguments: Any) -> list[tuple[int, int]]:
         # Of a descriptor or a wrapper: its tensor.
         x = getattr(leaf, "base", leaf)
         if isinstance(x, Tensor) and x.numel():
-            steps = zip(x.shape, x.stride(), strict=True)
-            last = sum((size - 1) * stride for size, stride in steps)
+            last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
             extents.append((x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()))
     return extents

@@ -145,9 +145,8 @@ def gradients(wrap: Wrap, hint="", make=Toy, weights=module_state) -> Iterator[s
             "averaged twice. Divide it by the world size once.": total / ranks**2,
             "still this rank's own. Average it over the ranks, in place.": own.grad,
         }
-        gradient = before[name] - after[name]
         what = f"the gradient of {name!r}"
-        yield from unlike(what, gradient, total / ranks, diagnoses, otherwise)
+        yield from unlike(what, before[name] - after[name], total / ranks, diagnoses, otherwise)
 
 
 def wrong_kinds(wrapped: nn.Module, frozen: Sequence[str] = ()) -> Iterator[str]:

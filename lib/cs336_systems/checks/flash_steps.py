@@ -124,8 +124,7 @@ def check_mask(check: StepCheck, visible: JITFunction, device: Device = "cpu") -
     check("keys beyond the last are hidden", agrees(0, 16, 20, False), "keys < n_keys")
     check("otherwise every key is seen", agrees(0, 0, 64, False), alone)
     check("causal: no key after the row", agrees(16, 16, 64, True), itself)
-    turned = "is it the other way round?"
-    check("causal: every key before the row", agrees(48, 16, 64, True), turned)
+    check("causal: every key before the row", agrees(48, 16, 64, True), "the other way round?")
     check("both at once", agrees(16, 16, 20, True), "the two conditions with &")
 
 

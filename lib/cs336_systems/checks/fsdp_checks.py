@@ -78,8 +78,7 @@ def _gathered(message: Message) -> str:
 
 
 def _whole(wrapped: nn.Module) -> dict[str, Tensor]:
-    weights = wrapped.gather_full_parameters()
-    return {name: weight.detach().clone() for name, weight in weights.items()}
+    return {name: x.detach().clone() for name, x in wrapped.gather_full_parameters().items()}
 
 
 def _shards(wrap: Wrap) -> Findings:

@@ -58,16 +58,14 @@ def checker(properties: Callable[..., Findings]) -> Callable[..., None]:
 
 def try_properties(context: WorkerContext, pickled: bytes) -> list[str]:
     """What is wrong in the first property that fails on any rank, of a pickled (candidate, properties)."""
-    watch = watch_collectives(notify=_tell_observers, checks=True)
     # Before the class imports the functions, in whichever way.
-    with watch, observed() as sent:
+    with watch_collectives(notify=_tell_observers, checks=True), observed() as sent:
         candidate, properties = cloudpickle.loads(pickled)
         for finding in properties(candidate):
             mistake = "" if isinstance(finding, Property) else finding
             # What is still under way may or may not have arrived, so it is the better explanation.
-            by_rank = from_all(_unfinished(sent) or mistake)
+            mistakes = _with_their_ranks(from_all(_unfinished(sent) or mistake))
             sent.clear()
-            mistakes = _with_their_ranks(by_rank)
             if finding or mistakes:
                 context.send((finding, mistakes))
             if mistakes:

@@ -11,7 +11,7 @@ from cs336_systems.checks.on_ranks import Findings, Property, checker, from_all,
 
 _SETTINGS = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1}
 # They alternate: assigned in turn, all large ones would fall to one rank.
-_SHAPES = ((16, 16), (16,))
+_SHAPES = 4 * ((16, 16), (16,))
 Make = Callable[..., Optimizer]
 
 
@@ -98,9 +98,10 @@ def _has_groups(make: Make) -> Findings:
     for optimizer in (pair.optimizer, pair.candidate):
         optimizer.param_groups[0]["lr"] = 1e-3
         optimizer.param_groups[1] |= {"betas": (0.5, 0.7), "weight_decay": 0.9}
-    when = "after changes of settings in param_groups, as schedulers make them,"
-    mend = "Copy all settings into all groups of the optimizer inside before its step."
-    yield from pair.step(when, mend)
+    yield from pair.step(
+        "after changes of settings in param_groups, as schedulers make them,",
+        "Copy all settings into all groups of the optimizer inside before its step.",
+    )
     yield Property("Groups keep their settings, and what a scheduler changes in them arrives")
 
     pair = _Pair(make, groups=lambda params: params[:4])
@@ -125,12 +126,8 @@ class _Pair:
     def __init__(self, make, kind=AdamW, groups=list, **settings):
         torch.manual_seed(0)
         settings = settings or _SETTINGS
-        self.before = []
-        self.names = []
-        for n in range(8):
-            shape = _SHAPES[n % 2]
-            self.before.append(torch.randn(shape))
-            self.names.append(f"parameter {n} of 8, of shape {shape},")
+        self.before = list(map(torch.randn, _SHAPES))
+        self.names = [f"parameter {n} of 8, of shape {shape}," for n, shape in enumerate(_SHAPES)]
         self.alone = [nn.Parameter(x.clone()) for x in self.before]
         self.sharded = [nn.Parameter(x.clone()) for x in self.before]
         self.steps = 0

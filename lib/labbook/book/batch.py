@@ -58,8 +58,8 @@ class Job:
         values = self.parameters.values()
         short = [str(value) for value in values if isinstance(value, str | int | float)]
         text = json.dumps(self.parameters, sort_keys=True)
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        words = [self.notebook.stem] + short[:4] + [digest[:6]]
+        words = [self.notebook.stem] + short[:4]
+        words.append(hashlib.sha256(text.encode()).hexdigest()[:6])
         return "-".join(re.sub(r"[^\w.-]+", "_", word) for word in words)
 
     def line(self) -> str:
@@ -95,8 +95,8 @@ def jobs(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
     settable = {parameter for name, _ in entries for parameter in parameters[name]}
     for name in overriding.keys() - settable:
         raise BatchError(f"-p {name}: {unknown('parameter', name, sorted(settable))}")
-    by_name: dict[str, Job] = {}
-    errors: list[str] = []
+    by_name = {}
+    errors = []
     for name, texts in entries:
         known = parameters[name]
         given = texts | {key: text for key, text in overriding.items() if key in known}
@@ -227,8 +227,8 @@ def _code(job):
     parameters = notebooks.read_parameters(nbformat.read(job.notebook, as_version=4))
     values = {name: parameter.default for name, parameter in parameters.items()} | job.parameters
     texts = {f"parameter {name}": json.dumps(value) for name, value in values.items()}
-    torch = {"torch": importlib.metadata.version("torch")}
-    return texts | torch | code.of_notebook(job.notebook)
+    texts["torch"] = importlib.metadata.version("torch")
+    return texts | code.of_notebook(job.notebook)
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:

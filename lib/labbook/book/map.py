@@ -152,8 +152,8 @@ def show_headline(entry: Entry) -> None:
 
 def _small(picture):
     """The PNG with fewer pixels and colours."""
-    png = io.BytesIO(base64.b64decode(picture.data["image/png"]))
-    image = Image.open(png).convert("RGB")
+    png = base64.b64decode(picture.data["image/png"])
+    image = Image.open(io.BytesIO(png)).convert("RGB")
     image.thumbnail((_WIDTH, image.height), Image.Resampling.LANCZOS, reducing_gap=None)
     # Of Pillow's ways the one that keeps the colour of a thin line; the others give two lines one colour.
     image = image.quantize(_COLORS, Image.Quantize.MAXCOVERAGE, kmeans=1, dither=0)

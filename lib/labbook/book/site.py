@@ -181,8 +181,7 @@ def _write_page(path, source, names):
         shutil.copy(table, source / "extra" / name)
         links.append(f'<a href="{name}">{name}</a>')
     if links:
-        text = f"**Rows:** {', '.join(links)}"
-        notebook.cells.append(nbformat.v4.new_markdown_cell(text))
+        notebook.cells.append(nbformat.v4.new_markdown_cell(f"**Rows:** {', '.join(links)}"))
     nbformat.write(notebook, source / path.name)
     return _Page(entry, pictures)
 

@@ -36,7 +36,7 @@ def run_on_slurm(
     for job in due:
         for path in _outcomes(job, output, gpu):
             path.unlink()  # so that one that is there is of now
-    submitted: list[subprocess.Popen] = []
+    submitted = []
     try:
         for is_last in (False, True):  # it shows what the others found
             together = [job for job in due if notebooks.is_last(job.notebook.stem) == is_last]

@@ -102,6 +102,6 @@ def write_copies(notebooks: Sequence[Path], folder: Path) -> Iterator[str]:
         if target.exists():
             yield f"kept     {target} (delete it for a new one)"
             continue
-        notebook = nbformat.read(path, as_version=4)
-        write_atomically(target, nbformat.writes(cleared(notebook)) + "\n")
+        copy = cleared(nbformat.read(path, as_version=4))
+        write_atomically(target, nbformat.writes(copy) + "\n")
         yield f"written  {target}"

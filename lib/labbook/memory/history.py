@@ -122,10 +122,9 @@ _SIGNS = {"alloc": 1, "free_requested": -1}
 
 def _change(event):
     """Time in microseconds, address, bytes (negative: freed), and code."""
-    frames = event.get("frames", ())
-    stack = ((frame["filename"], frame["line"], frame["name"]) for frame in frames)
+    frames = map(itemgetter("filename", "line", "name"), event.get("frames", ()))
     size = _SIGNS[event["action"]] * event["size"]
-    return event["time_us"], event["addr"], size, own_line(stack)
+    return event["time_us"], event["addr"], size, own_line(frames)
 
 
 def _annotated_ranges(annotations):
@@ -204,8 +203,7 @@ def _categories(allocations, stages, before, after):
     is_alive = allocations.end_us == np.inf
     for is_there, owners in ((is_older, before), (is_alive, after)):
         names = {address: name for address, (name, _) in owners.items()}
-        owner = allocations.address.map(names).astype(object)
-        category = owner.where(is_there).fillna(category)
+        category = allocations.address.map(names).astype(object).where(is_there).fillna(category)
     return category
 
 

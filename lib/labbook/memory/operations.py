@@ -41,6 +41,8 @@ def _register_flops(name, factor, query):
 
 _register_flops("mv", 2, 0)
 _register_flops("dot", 2, 0)
+_register_flops("vdot", 2, 0)
+_register_flops("addmv", 2, 1)
 _register_flops("_scaled_dot_product_flash_attention_for_cpu", 4, 0)
 _register_flops("_scaled_dot_product_flash_attention_for_cpu_backward", 10, 1)
 
@@ -127,10 +129,8 @@ def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
     with saved_tensors_hooks(pack, lambda tensor: tensor), Operations():
         output = module(*inputs)
     del output  # kept until here: what a freed graph saved would be freed too
-    columns = ["module", "operation", "code", "size_bytes"]
-    return pd.DataFrame(storages.values(), columns=columns).sort_values(
-        "size_bytes", ascending=False, kind="stable", ignore_index=True
-    )
+    frame = pd.DataFrame(storages.values(), columns=["module", "operation", "code", "size_bytes"])
+    return frame.sort_values("size_bytes", ascending=False, kind="stable", ignore_index=True)
 
 
 def own_line(stack: Iterable[tuple[str, int, str]]) -> str:

@@ -36,8 +36,7 @@ def gather_times(
         reached = marks[(marks >= backward_ns) == is_backward]
         messages = messages.assign(unit=units_of(len(messages), list(names)))
         for name, calls in messages.groupby("unit", sort=False):
-            mark = reached[f"needs {name}"]
-            needed_ns = could_begin(computed.launch_ns, computed.end_ns, mark)
+            needed_ns = could_begin(computed.launch_ns, computed.end_ns, reached[f"needs {name}"])
             row = {
                 "pass": pass_,
                 "unit": name,

@@ -56,8 +56,8 @@ def exposed(lanes: pd.DataFrame) -> pd.DataFrame:
     """The stretches with communication and no computing: start_ms and end_ms."""
     edges = lanes.melt("lane", _TIMES, "edge", "at")
     edges["change"] = np.where(edges.edge == "start_ms", 1, -1)
-    changes = edges.pivot_table("change", "at", "lane", "sum")
-    running = changes.reindex(columns=LANES).fillna(0).cumsum()
+    changes = edges.pivot_table("change", "at", "lane", "sum").reindex(columns=LANES)
+    running = changes.fillna(0).cumsum()
     start_ms = running.index.to_series()
     stretches = pd.DataFrame({"start_ms": start_ms, "end_ms": start_ms.shift(-1)})
     is_exposed = running.communication.gt(0) & running.compute.eq(0)
@@ -109,8 +109,7 @@ def told_apart(lanes: pd.DataFrame, by: str) -> pd.DataFrame:
     communicates.
     """
     computing = lanes[lanes.lane == "compute"]
-    stage = computing.range.replace({"communication": "copies"})
-    parts = [computing.assign(doing=stage)]
+    parts = [computing.assign(doing=computing.range.replace({"communication": "copies"}))]
     for step, of_step in lanes.groupby(by, sort=False):
         hidden = covered(of_step[of_step.lane == "communication"])
         for name, spans in (("hidden", hidden), ("exposed", exposed(of_step))):

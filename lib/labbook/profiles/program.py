@@ -22,9 +22,8 @@ def main(path: str) -> None:
     with torch.cuda.profiler.profile():
         for number, case in enumerate(cases):
             run = partial(_run, program, case, range_of(number))
-            _, reason = run_or_out_of_memory(run, case.device)
+            reasons.append(run_or_out_of_memory(run, case.device)[1])
             release_memory(case.device)
-            reasons.append(reason)
     Path(f"{path}.json").write_text(json.dumps(reasons))
 
 
