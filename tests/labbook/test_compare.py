@@ -23,6 +23,5 @@ def test_a_report_stands_beside_what_both_measured():
     first, second = both.to_numpy().tolist()
     assert first == [1, 3, 1, 3, "a"]
     assert second == [1, 4, 1, 4, "b"]
-    twice = ours.assign(d_head=[1, 1, 2])
     with pytest.raises(ValueError, match="2 rows share d_head=1"):
-        beside_published(theirs, twice, ["d_head"], "p50_ms")
+        beside_published(theirs, ours.assign(d_head=[1, 1, 2]), ["d_head"], "p50_ms")

@@ -100,8 +100,7 @@ def test_why_there_is_no_number_is_written(rows):
     (word,) = [mark for mark in marks if mark.get_text() == "OOM"]
     assert to_hex(word.get_color()) == PLAIN
     assert word.get_position()[0] == 1024
-    without_reason = rows.drop(columns="status")
-    assert "–" in texts(bars(without_reason, **BY_CONTEXT))
+    assert "–" in texts(bars(rows.drop(columns="status"), **BY_CONTEXT))
     none = rows.iloc[:0]
     empty = lines(none, **BY_CONTEXT)
     assert any("cs336_systems run" in text for text in texts(empty))
@@ -124,7 +123,7 @@ def test_bars_have_their_values(rows):
 
 def test_stacks_add_up_ranges_to_their_whole(shares):
     chart = stacked_bars(shares, "context_length")
-    assert heights(chart)[BLUE.lower()] == [80, 160]
+    assert heights(chart)[PLAIN] == [80, 160]
     assert {"112 ms", "224 ms"} <= texts(chart)
     chart = stacked_bars(shares, "context_length", share=True)
     parts = list(heights(chart).values())
@@ -193,9 +192,11 @@ def test_a_picture_does_not_follow_the_users_style(rows):
         assert again.png() == plain.png()
 
 
-@pytest.mark.parametrize("zeros", [[(0.0, 9.0)], [(1.0, 0.0)], [(0.0, 9.0), (1.0, 0.0)]])
-def test_zeros_are_on_logarithmic_axes(zeros):
-    points = zeros + [(10.0, 4.0), (100.0, 6.0)]
+@pytest.mark.parametrize("left_out", [0, 1, 2])
+def test_zeros_are_on_logarithmic_axes(left_out):
+    points = [(0.0, 9.0), (1.0, 0.0), (10.0, 4.0), (100.0, 6.0)]
+    del points[left_out]
     rows = pd.DataFrame(points, columns=["bucket_size_mb", "p50_ms"])
     axes = lines(rows, "bucket_size_mb").axes[0]
-    assert all(axes.viewLim.contains(*zero) for zero in zeros)
+    for point in points:
+        assert axes.viewLim.contains(*point)

@@ -44,9 +44,8 @@ def test_a_copy_of_labbook_serves_another_course(tmp_path, write_notebook):
     write_notebook(tmp_path / "course" / "notebooks" / "01_sums.ipynb", parameters="n = 1")
     env = {name: value for name, value in os.environ.items() if not name.startswith("LABBOOK")}
     env["PYTHONPATH"] = str(tmp_path / "installed")
-    command = [sys.executable, "-c", PROGRAM]
     options = {"env": env, "cwd": tmp_path / "course", "capture_output": True, "text": True}
-    process = subprocess.run(command, **options)
+    process = subprocess.run([sys.executable, "-c", PROGRAM], **options)
     assert process.returncode == 0, process.stderr
     assert process.stdout.splitlines()[-2:] == [
         "['labbook.timing', 'lessons/sums.py']",

@@ -22,16 +22,14 @@ def test_several_keys_and_values_and_a_format(rows):
     keys = ["implementation", "pass"]
     values = ["p50_ms", "p80_ms"]
     table = pivot(rows, keys, "context_length", values, fmt="{:.1f}")
-    plain = table.loc[("plain", "forward")].tolist()
-    assert plain == ["1.0", "4.0", "OOM", "1.2", "4.8", "OOM"]
+    assert table.loc[("plain", "forward")].tolist() == ["1.0", "4.0", "OOM", "1.2", "4.8", "OOM"]
 
 
 def test_a_key_may_be_missing_and_two_rows_in_a_cell_are_refused(rows):
-    gaps = rows[rows["context_length"] == 256]
-    gaps = gaps.assign(bucket_size_mb=[25.0, None])
+    gaps = rows[rows["context_length"] == 256].assign(bucket_size_mb=[25.0, None])
     keys = ["bucket_size_mb", "implementation"]
-    table = pivot(gaps, keys, "context_length")
-    assert table.index.tolist() == [("25", "plain"), ("–", "compiled")]
+    places = pivot(gaps, keys, "context_length").index
+    assert places.tolist() == [("25", "plain"), ("–", "compiled")]
     with pytest.raises(ValueError, match="implementation"):
         pivot(rows, "pass", "context_length")
 
@@ -39,8 +37,7 @@ def test_a_key_may_be_missing_and_two_rows_in_a_cell_are_refused(rows):
 def test_html_has_the_cells_of_the_text_words_to_the_left(rows):
     table = pivot(rows, ["pass", "implementation"], "context_length")
     html = as_html(as_text(table))
-    cells = re.findall("<td>(.*)</td>", html)
-    assert cells == table.to_numpy().flatten().tolist()
+    assert re.findall("<td>(.*)</td>", html) == table.to_numpy().flatten().tolist()
     assert html.count("forward") == 1  # the pass is written once for both lines
     table = pd.DataFrame({"why": ["because"], "calls": [12]})
     html = as_html(as_text(table))
@@ -58,8 +55,7 @@ def test_markup_is_escaped_a_folded_table_shows_its_caption_and_no_rows_say_so(r
     none = rows.iloc[:0]
     for table in (none, pivot(none, "implementation", "context_length")):
         show(table)
-        texts = shown.pop().values()
-        assert all("no rows" in text for text in texts)
+        assert all("no rows" in text for text in shown.pop().values())
 
 
 @pytest.mark.parametrize(
@@ -70,6 +66,5 @@ def test_markup_is_escaped_a_folded_table_shows_its_caption_and_no_rows_say_so(r
     ],
 )
 def test_no_number_is_shown_as_zero(times, texts):
-    table = pd.DataFrame({"p50_ms": times})
-    shown = as_text(table)
+    shown = as_text(pd.DataFrame({"p50_ms": times}))
     assert shown.iloc[:, 0].tolist() == texts

@@ -63,7 +63,9 @@ def roofline_seconds(
         flops: operations to do; bytes_moved: bytes read from and written to memory.
         matmul_tflops: 10^12 operations per second; copy_gbps: 10^9 bytes per second, reads plus writes.
     """
-    return max(flops / (matmul_tflops * 1e12), bytes_moved / (copy_gbps * 1e9))
+    computing_s = flops / (matmul_tflops * 1e12)
+    moving_s = bytes_moved / (copy_gbps * 1e9)
+    return max(computing_s, moving_s)
 
 
 def utilisation(flops: float, seconds: float, matmul_tflops: float) -> float:

@@ -22,6 +22,7 @@ def evaluate(expression: Any, values: Mapping[str, Any] | None = None, **more: A
     values = dict(values or {}) | more
     expression = sp.sympify(expression)
     symbols = sorted(expression.free_symbols, key=str)
+    function = sp.lambdify(symbols, expression, "numpy")
     numbers = (np.asarray(values[str(symbol)], float) for symbol in symbols)
-    number = sp.lambdify(symbols, expression, "numpy")(*numbers)
+    number = function(*numbers)
     return number if np.ndim(number) else float(number)

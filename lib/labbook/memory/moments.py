@@ -35,7 +35,8 @@ def held_at_peak(steps: Any) -> Held:
     # A CPU's trace tells of no tensor that is older than itself.
     is_on_cpu = steps.device.type == "cpu"
     others = owners_of({"other": _tensors_of_python()}) if is_on_cpu else None
-    stages = stage_peaks(record_memory(steps, "train_step", others=others))
+    history = record_memory(steps, "train_step", others=others)
+    stages = stage_peaks(history)
     peak = stages.loc[stages["total"].idxmax()]
     held = {category: peak[category] * MIB for category in _LASTING}
     held["rest"] = peak["total"] * MIB - sum(held.values())

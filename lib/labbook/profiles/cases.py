@@ -115,7 +115,8 @@ def _failed(case, source, status, reason):
 
 
 def _tables(case, source, kernels, ranges):
-    columns = case | {"profiler": source if source == "nsys" else f"torch {case.device.type}"}
+    profiler = source if source == "nsys" else f"torch {case.device.type}"
+    columns = case | {"profiler": profiler}
     return {
         "kernels": [columns | row for row in kernels],
         "ranges": [columns | row for row in ranges],

@@ -109,7 +109,8 @@ def told_apart(lanes: pd.DataFrame, by: str) -> pd.DataFrame:
     communicates.
     """
     computing = lanes[lanes.lane == "compute"]
-    parts = [computing.assign(doing=computing.range.replace({"communication": "copies"}))]
+    stage = computing.range.replace({"communication": "copies"})
+    parts = [computing.assign(doing=stage)]
     for step, of_step in lanes.groupby(by, sort=False):
         hidden = covered(of_step[of_step.lane == "communication"])
         for name, spans in (("hidden", hidden), ("exposed", exposed(of_step))):

@@ -72,7 +72,8 @@ def _with_launches(ran, calls):
     launches["launch_ns"] = launches.start_ns.astype("Int64")
     ran = ran.drop(columns="thread").sort_values("start_ns", kind="stable")
     ran = pd.merge_asof(ran, launches, on="start_ns", by=["process", "correlation"])
-    return ran.assign(launch_ns=ran.launch_ns.fillna(ran.start_ns).astype("int64"))
+    launch_ns = ran.launch_ns.fillna(ran.start_ns)
+    return ran.assign(launch_ns=launch_ns.astype("int64"))
 
 
 def complete(events: pd.DataFrame, source: str) -> pd.DataFrame:
@@ -197,7 +198,8 @@ def within(profile: Profile, name: str) -> Profile:
     part = copy(profile)
     for frame in ("ranges", "kernels"):
         whole = getattr(profile, frame)
-        setattr(part, frame, whole[whole.range.str.startswith(f"{name}/")])
+        is_inside = whole.range.str.startswith(f"{name}/")
+        setattr(part, frame, whole[is_inside])
     return part
 
 
@@ -229,7 +231,8 @@ def _inside(profile, root):
 
 def _below(frame, root):
     below = rf"(?:^|/)({re.escape(_part(root))}(?:/.*)?)$"
-    return frame.assign(range=frame.range.str.extract(below)[0]).dropna(subset="range")
+    paths = frame.range.str.extract(below)[0]
+    return frame.assign(range=paths).dropna(subset="range")
 
 
 def _since(frame, step, time="start_ns"):

@@ -118,10 +118,12 @@ def read_trace(path: Path) -> Profile:
         raise ProfileError(
             f"{path.name} has calls and no kernels: CUPTI could not record; {remedy}"
         )
-    own_ns = _own_ns(events[events.kind == "operator"])
+    operators = events[events.kind == "operator"]
+    own_ns = _own_ns(operators)
     events.loc[own_ns.index, "end_ns"] = events.start_ns + own_ns
     events["stream"] = pd.factorize(events.thread, sort=True)[0]
-    computes = events.index.isin(own_ns.index) & events.name.map(_BOOKKEEPING.search).isna()
+    touches_data = events.name.map(_BOOKKEEPING.search).isna()
+    computes = events.index.isin(own_ns.index) & touches_data
     return Profile(events[computes | (events.kind == "range")])
 
 

@@ -152,6 +152,6 @@ def test_a_solution_is_cleared_however_its_marks_are_written(begin, end):
 
 
 def test_a_solution_without_an_end_is_not_handed_out():
-    cell = new_code_cell("### BEGIN SOLUTION\nreturn 42")
+    notebook = new_notebook(cells=[new_code_cell("### BEGIN SOLUTION\nreturn 42")])
     with pytest.raises(ValueError, match="other end"):
-        cleared(new_notebook(cells=[cell]))
+        cleared(notebook)

@@ -132,9 +132,8 @@ def test_a_timeline_is_rows_and_back(history):
     rows = pd.DataFrame(timeline_rows(timeline(history)))
     # The beginning and the end: nothing changes between.
     assert (rows.category == "parameters").sum() == 2
-    shuffled = rows.sample(frac=1, random_state=0)
     equal = partial(pd.testing.assert_frame_equal, check_dtype=False, check_names=False)
-    equal(timeline_of_rows(shuffled), timeline(history))
+    equal(timeline_of_rows(rows.sample(frac=1, random_state=0)), timeline(history))
 
 
 def test_peak_of_each_stage_and_largest_allocations(history):
