@@ -50,7 +50,7 @@ WRONG = {
         "the addend has no dtype": [("total += addend", "total += value")],
         "one tensor, many times": [("append(total.clone())", "append(total)")],
         "without the 0": [("[total.clone()]", "[]")],
-        "not float64": [(".double()", "")],
+        "always a thousand": [("range(count)", "range(1000)")],
         "multiplied": [
             ("for _ in range(count)", "for i in range(count)"),
             ("total += addend", "total = ((i + 1) * addend).to(total_dtype)"),

@@ -62,10 +62,13 @@ WRONG = {
     "mixed_step": {
         "loss after the region": [("        loss = ", "    loss = ")],
         "backward in the region": [("    loss.back", "        loss.back")],
-        "no backward": [("    loss.backward()\n", "")],
+        "twice the loss": [("loss.backward()", "(2 * loss).backward()")],
         "weights converted": [("module(x)", "module.to(dtype)(x.to(dtype))")],
         "always bfloat16": [("dtype=dtype", "dtype=torch.bfloat16")],
-        "always a GPU": [("x.device.type", '"cuda"')],
+        "logits cast, no region": [
+            ("module(x)", "module(x).to(dtype)"),
+            ("dtype=dtype", "enabled=False"),
+        ],
     },
     "running_mean": {
         "the input overwritten": [(".clone()", "")],
@@ -88,7 +91,7 @@ WRONG = {
             ("range(1, x.shape[-1])", "reversed(range(x.shape[-1] - 1))"),
         ],
         "dimension dropped": [("return total", "return total[..., 0]")],
-        "divided by the rows": [("total / x.shape[-1]", "total / len(x)")],
+        "terms of the first row": [("x[..., place", "x[:1, place")],
     },
     "layer_norm": {
         "computed in float32": [
