@@ -1,7 +1,7 @@
 #!/bin/sh
 # What surprises: torch.utils.flop_counter.FlopCounterMode, with which utilisation and closed forms are checked, has 0 for
 # work that it could count: attention as PyTorch does it on a CPU, and a matrix times a vector.
-#   Package   torch 2.13.0 (with numpy 2.3.5), from the Python package index; the same with 2.15.0
+#   Package   torch 2.13.0 (with numpy 2.3.5), from the Python package index. 2.15.0 counts attention, and no vectors still
 #   Source    torch/utils/flop_counter.py: an operator without an entry in `flop_registry` counts as none. There are entries
 #             for fused attention of GPUs, not for `_scaled_dot_product_flash_attention_for_cpu`; for mm, not for mv and
 #             dot. PyTorch's issue 195460 is about the first
