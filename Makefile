@@ -3,7 +3,7 @@ PY := .venv/bin/python
 # Tests at the same time: up to four, of one thread each. On a GPU one after the other: they would share its memory.
 WORKERS = $(shell $(PY) -c 'import os, torch; print(0 if torch.cuda.is_available() else min(4, os.cpu_count()))')
 
-.PHONY: help setup run list test test-bounds solutions planted claims lab learn notebooks site html figures release-check clean
+.PHONY: help setup run list test test-bounds solutions planted claims lab learn handout notebooks site html figures release-check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -39,6 +39,9 @@ lab: setup ## JupyterLab on learn/ if it is there, else on notebooks/
 
 learn: setup ## your copies of the notebooks, solutions cleared, in learn/; copies that are there stay
 	@$(PY) -m cs336_systems learn $(ARGS)
+
+handout: setup ## the workbook for a class in handout/: no solutions in notebooks or library, no tests
+	@$(PY) examples/handout.py $(ARGS)
 
 notebooks: setup ## execute every notebook in place on the CPU, as it is committed
 	@$(PY) -m cs336_systems notebooks $(ARGS)

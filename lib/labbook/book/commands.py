@@ -66,8 +66,7 @@ def _add_run_options(parser):
     add("--cluster", choices=["slurm"], help="submit, and wait; SBATCH_PARTITION etc. as usual")
     add("--job", metavar="NAME", help="one job alone, by the name of its files")
     add("--dry-run", action="store_true", help="print what would be executed, and for how long")
-    runs = project().root / "runs"
-    add("--output", type=Path, default=runs, metavar="FOLDER", help="default: runs")
+    add("--output", type=Path, default=project().root / "runs", help="default: runs")
 
 
 def _run(options):
@@ -78,8 +77,7 @@ def _run(options):
     if options.dry_run:
         seconds = [batch.estimated_s(job) for job in jobs]
         for job, of_job in zip(jobs, seconds, strict=True):
-            known = f"{of_job:6.0f}".replace("nan", "  ?")
-            print(f"{known} s  {job.notebook.stem} {job.line()}")
+            print(f"{of_job:6.0f} s  {job.notebook.stem} {job.line()}".replace("nan", "  ?"))
         print(f"{np.nansum(seconds):6.0f} s  for those that are known")
         return 0
     needed = batch.PROFILES[profile]
@@ -125,8 +123,8 @@ def _report(outcomes, folders):
         try:
             print(site.build(folder, folder))
         except Exception as error:  # whatever Sphinx, its extensions or the disk lack
-            reason = f"{folder / 'index.html'} cannot be made: {one_line(error)}"
-            print(f"warning: {reason}", file=sys.stderr)
+            index = folder / "index.html"
+            print(f"warning: {index} cannot be made: {one_line(error)}", file=sys.stderr)
     return int(any(outcome.status == "error" for outcome in outcomes))
 
 

@@ -12,11 +12,11 @@ import sys
 import tempfile
 from html import escape
 from importlib.util import find_spec
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 import nbformat
+import numpy as np
 from PIL import Image
 
 from labbook.book import batch, notebooks
@@ -25,9 +25,10 @@ from labbook.book.notebooks import BatchError
 from labbook.book.tidy import CHECKER, HIDE_INPUT, has_solution
 from labbook.files import locked, make_folder
 from labbook.project import project
+from labbook.timing import one_line
 
 _LINK = r"\[([^][]*)\]\((?:\.\./[^)]*|(?P<name>\d\d_\w+)\.ipynb(?P<at>#[^)]*)?)\)"
-_FOLDED = ("## Measure", "## Results")  # their code: a reader of a page wants the rows
+_MARK = r"(?m)^ *### (BEGIN|END) SOLUTION\n?"
 _SHOWN = ("solution(", "show_source(", "labbook.show_source(")  # the output says it all
 _TITLE = "Making language models train fast, measured"
 _CONFIG = f"""\
@@ -39,7 +40,7 @@ mathjax_path = "mathjax/MathJax.js?config=TeX-AMS-MML_HTMLorMML-full,Safe,workbo
 myst_update_mathjax = False
 mathjax2_config = {{"tex2jax": {{"processClass": "math"}}}}
 html_static_path, html_extra_path = ["static"], ["extra"]
-html_css_files, html_js_files = ["site.css"], ["site.js"]
+html_css_files = ["site.css"]
 html_show_sphinx = html_show_copyright = html_copy_source = False
 html_show_search_summary = False  # it is fetched, which browsers refuse to a page that is a file
 """
@@ -67,8 +68,8 @@ class _Picture(NamedTuple):
     height: int
 
     def html(self) -> str:
-        size = f'width="{self.width}" height="{self.height}" loading="lazy"'
-        return f'<img src="pictures/{self.name}" alt="{escape(self.title)}" {size}>'
+        return f"""<img src="pictures/{self.name}" alt="{escape(self.title)}"
+width="{self.width}" height="{self.height}" loading="lazy">"""
 
 
 class _Page(NamedTuple):
@@ -95,13 +96,18 @@ def build(target: Path, executed: Path) -> Path:
         source = Path(scratch, "source")
         (source / "extra" / "pictures").mkdir(parents=True)
         names = {path.stem.partition("-")[0]: path.stem for path in reversed(paths)}
-        pages = [_write_page(path, source, names) for path in paths]
+        run = "" if executed.resolve() == notebooks.folder().resolve() else executed.name
+        pages = []
+        for path in paths:
+            try:
+                pages.append(_write_page(path, source, names, run))
+            except Exception as error:  # whatever nbformat finds in what a killed run left
+                print(f"warning: {path.name} is left out: {one_line(error)}", file=sys.stderr)
         mathjax = Path(find_spec("jupyter_server_mathjax").origin).parent / "static"
         shutil.copytree(mathjax, source / "static" / "mathjax")
-        for name in ("site.css", "site.js"):
-            shutil.copy(Path(__file__).with_name(name), source / "static")
+        shutil.copy(Path(__file__).with_name("site.css"), source / "static")
         texts = {
-            "index.md": _first_page(executed.name, summary, pages) + _contents(pages),
+            "index.md": _first_page(run, summary, pages) + _contents(pages),
             "gallery.md": _gallery(pages),
             "conf.py": _CONFIG,
             "static/mathjax/config/workbook.js": _MATHJAX,
@@ -114,12 +120,12 @@ def build(target: Path, executed: Path) -> Path:
     return target / "index.html"
 
 
-def _first_page(machine, summary, pages):
+def _first_page(run, summary, pages):
     """Of a run: how each notebook ended. Else what the workbook is, and a card for each chapter."""
-    if summary:
-        return f"# The workbook on {machine}\n\n~~~~text\n{summary}\n~~~~\n"
+    if run:
+        return f"# The workbook on {run}\n\n~~~~text\n{summary or 'No notebook has ended.'}\n~~~~\n"
     about = notebooks.read_yaml("book.yaml").get("about", "")
-    return f"# {_TITLE}\n\n{about}\n\n{_cards(pages)}\n"
+    return f"# {_TITLE}\n\n{about}\n\n{_cards(pages)}\n\n"
 
 
 def _cards(pages):
@@ -129,22 +135,20 @@ def _cards(pages):
     for chapter, of_chapter in _by_chapter(pages):
         if chapter not in questions:
             continue
-        minutes = [page.entry.minutes for page in of_chapter if page.entry.minutes]
-        read = sum(int(to_read) for to_read, _ in minutes) / 60
-        work = sum(int(to_work) for _, to_work in minutes) / 60
+        minutes = [page.entry.minutes or (0, 0) for page in of_chapter]
+        read, work = np.array(minutes, float).sum(axis=0) / 60
         picture = next((page.pictures[0].html() for page in of_chapter if page.pictures), "")
-        texts = [
-            f"<b>{escape(chapter)}</b>",
-            f"<span>{read:.1f} hours to read, {work:.1f} to work</span>",
-        ]
-        texts += [picture, f"<span>{escape(questions[chapter])}</span>"]
-        cards.append(f'<a href="{of_chapter[0].entry.name}.html">{"".join(texts)}</a>')
-    return _grid(cards)
+        cards.append(f"""<a href="{of_chapter[0].entry.name}.html"><b>{escape(chapter)}</b>
+<span>{read:.1f} hours to read, {work:.1f} to work</span>
+{picture}<span>{escape(questions[chapter])}</span></a>""")
+    return f'<div class="grid">{"".join(cards)}</div>'
 
 
 def _gallery(pages):
     """Every plot of committed rows, by chapter."""
     text = "# Every plot, and what it shows\n"
+    if not any(page.pictures for page in pages):
+        text += "\nThere is no plot of committed rows yet.\n"
     for chapter, of_chapter in _by_chapter(pages):
         links = [
             f'<a href="{page.entry.name}.html">{picture.html()}<span>{escape(picture.title)}</span></a>'
@@ -152,12 +156,8 @@ def _gallery(pages):
             for picture in page.pictures
         ]
         if links:
-            text += f"\n## {chapter}\n\n{_grid(links)}\n"
+            text += f'\n## {chapter}\n\n<div class="grid">{"".join(links)}</div>\n'
     return text
-
-
-def _grid(links):
-    return f'<div class="grid">{"".join(links)}</div>'
 
 
 def _run_sphinx(source, built, trees):
@@ -167,12 +167,12 @@ def _run_sphinx(source, built, trees):
         raise BatchError(f"Sphinx could not build the site: {done.stderr.strip()[-500:]}")
 
 
-def _write_page(path, source, names):
+def _write_page(path, source, names, run):
     """A notebook's page, with a link to each table of its problem's rows."""
     notebook = nbformat.reads(_linked(path.read_text(encoding="utf-8"), names), as_version=4)
     entry = overview.entry(path.stem, notebook)
     pictures = list(_write_pictures(notebook, path.stem, source / "extra" / "pictures"))
-    _fold(notebook)
+    _fold(notebook, run)
     figures = project().figures
     links = []
     for table in sorted(figures.glob(f"*/{path.stem[3:].partition('-')[0]}/*.csv")):
@@ -190,8 +190,10 @@ def _write_pictures(notebook, stem, folder):
     """Write the plots of committed rows, and what is attached to text, which myst-nb does not know."""
     for cell in notebook.cells:
         for name, bundle in cell.pop("attachments", {}).items():
-            (folder.parents[1] / f"{stem}.png").write_bytes(base64.b64decode(bundle["image/png"]))
-            cell.source = cell.source.replace(f"attachment:{name}", f"{stem}.png")
+            (folder / f"{stem}-{name}").write_bytes(base64.b64decode(bundle["image/png"]))
+            place = f"pictures/{stem}-{name}"
+            link = rf'<a href="{place}"><img src="{place}" alt="\1"></a>'
+            cell.source = re.sub(r"!\[(.*)\]\(attachment:.*\)", link, cell.source)
         if not overview.draws_committed_rows(cell.source):
             continue
         for output in cell.get("outputs", []):
@@ -202,25 +204,33 @@ def _write_pictures(notebook, stem, folder):
                     yield _Picture(name, title, *image.size)
 
 
-def _fold(notebook):
-    """Fold what a reader does not need to follow: parameters, imports, solutions, checkers, measuring."""
-    section = ""
+def _fold(notebook, run):
+    """Fold what a reader does not need to follow: parameters, imports, solutions, checkers, measuring.
+
+    Of committed notebooks also what the machine measured that executed them last.
+    """
+    section = heading = ""
     for cell in notebook.cells:
-        if cell.source.startswith("## "):
-            section = cell.source.split("\n")[0]
         if cell.cell_type != "code":
+            for heading in re.findall("^##.*", cell.source, re.MULTILINE):
+                section = section if heading.startswith("###") else heading
             continue
         tags = cell.metadata.setdefault("tags", [])
         prompt = "Code"
         if has_solution(cell) or CHECKER in tags:
-            prompt = "A solution" if has_solution(cell) else "The checker"
+            prompt = "The checker" if CHECKER in tags else "A solution"
             tags.append(HIDE_INPUT)
+            cell.source = re.sub(_MARK, "", cell.source)
         elif not section:
             prompt = "Parameters" if "parameters" in tags else "Set-up"
             tags.append("hide-cell")
         elif cell.source.startswith(_SHOWN):
             tags.append("remove-input")
-        elif section in _FOLDED:
+        # Of a run, what its machine measured is what one reads.
+        elif "page.measure(" in cell.source or heading == f"### This machine{run}":
+            prompt = "Code and output"
+            tags.append("hide-cell")
+        elif section in ("## Measure", "## Results"):
             tags.append(HIDE_INPUT)
         cell.metadata["mystnb"] = {"code_prompt_show": prompt, "code_prompt_hide": prompt}
 
@@ -238,19 +248,18 @@ def _linked(text, names):
 def _by_chapter(pages):
     """The pages of each chapter that has some; "Start" is what comes before all of them."""
     chapters = {0: "Start"} | notebooks.read_yaml("book.yaml").get("chapters", {})
-
-    def chapter_of(page):
-        number = int(page.entry.name[:2])
-        return chapters[max(first for first in chapters if first <= number)]
-
-    return [(chapter, list(of_chapter)) for chapter, of_chapter in groupby(pages, chapter_of)]
+    found = {}
+    for page in pages:
+        first = max(number for number in chapters if number <= int(page.entry.name[:2]))
+        found.setdefault(chapters[first], []).append(page)
+    return found.items()
 
 
 def _contents(pages):
     """The gallery, and the pages by chapter, as the side bar has them."""
-    text = ["```{toctree}", ":hidden:", "gallery", "```\n"]
+    text = "```{toctree}\n:hidden:\n\ngallery\n```\n"
     for chapter, of_chapter in _by_chapter(pages):
-        text += ["```{toctree}", f":caption: {chapter}", ":maxdepth: 1", ":hidden:"]
-        text += [page.entry.name for page in of_chapter]
-        text.append("```\n")
-    return "\n".join(text)
+        names = "\n".join(page.entry.name for page in of_chapter)
+        options = f":caption: {chapter}\n:maxdepth: 1\n:hidden:"
+        text += f"\n```{{toctree}}\n{options}\n\n{names}\n```\n"
+    return text

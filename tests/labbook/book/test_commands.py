@@ -97,7 +97,7 @@ def test_a_cluster_gets_the_plan_and_a_command_for_one_job_of_it(
     )
     monkeypatch.chdir(folder)
     given = ["--cluster", "slurm", "--only", "11", "12", "-p", "steps=7", "--output", "runs"]
-    monkeypatch.setattr("sys.orig_argv", ["python", "-m", "workbook", "run"] + list(given))
+    monkeypatch.setattr("sys.orig_argv", ["python", "-m", "workbook", "run"] + given)
     assert command("run", *given) == 0
     assert asked[0][:4] == [sys.executable, "-m", "workbook", "run"]
     assert "--profile=cpu" in asked[0]

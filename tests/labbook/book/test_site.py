@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 import re
 import resource
 import shutil
@@ -13,7 +12,9 @@ from nbformat import v4
 from PIL import Image
 
 from labbook.book import site
+from labbook.book.execution import Outcome
 from labbook.book.notebooks import BatchError
+from labbook.files import write_record
 
 
 @pytest.fixture
@@ -55,22 +56,26 @@ def run(folder):
     """A run: 11 ended well, with a parameter; 12 did not."""
     there = folder / "runs" / "m"
     there.mkdir(parents=True)
-    outcome = {"parameters": "steps=3", "code": {}, "status": "ok", "reason": "", "seconds": 1.0}
     links = "[13](13_three.ipynb), [there](../lib/x.py)"
-    failed = {"status": "error", "reason": "cell [1]: Bad: <luck>"}
-    for stem, ending, more in (("11_one", "-3", {}), ("12_two", "", failed)):
-        notebook = nbformat.read(folder / "notebooks" / f"{stem}.ipynb", as_version=4)
+    outcomes = {
+        "11_one-3": Outcome("ok", "", 1.0, "11_one", "steps=3"),
+        "12_two": Outcome("error", "cell [1]: Bad: <luck>", 1.0, "12_two", "steps=3"),
+    }
+    for name, outcome in outcomes.items():
+        notebook = nbformat.read(folder / f"notebooks/{outcome.notebook}.ipynb", 4)
         notebook.cells[0].source += f"\n\n$a^2$, [11](11_one.ipynb), {links}"
-        nbformat.write(notebook, there / f"{stem}{ending}.ipynb")
-        (there / f"{stem}{ending}.json").write_text(json.dumps(outcome | {"notebook": stem} | more))
+        nbformat.write(notebook, there / f"{name}.ipynb")
+        write_record(there / f"{name}.json", outcome)
+    (there / "14_torn.ipynb").write_text("{")
     return lambda: site.build(there, there), there
 
 
-def test_the_first_page_of_a_run_says_how_each_ended_and_why_one_failed(run, sphinx):
+def test_the_first_page_of_a_run_says_how_each_ended_and_why_one_failed(run, sphinx, capsys):
     build, there = run
     text = build().read_text()
     assert re.search(r"error +1.0 s  12_two steps=3\n +cell \[1\]: Bad: &lt;luck&gt;", text)
-    assert {path.name for path in there.glob("*.ipynb")} == {"11_one-3.ipynb", "12_two.ipynb"}
+    assert "warning: 14_torn.ipynb is left out: NotJSON" in capsys.readouterr().err
+    assert len(list(there.glob("*.ipynb"))) == 3
     assert [path.name for path in there.parent.iterdir()] == ["m"], (
         "myst-nb writes beside its pages"
     )
@@ -104,7 +109,7 @@ def browser():
     """A headless one; the test is skipped where there is none."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     names = ("chromium", "chromium-browser", "google-chrome")
-    found = [path for path in map(shutil.which, names) if path]
+    found = list(filter(None, map(shutil.which, names)))
     if not found:
         pytest.skip("no Chromium on the PATH")
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -120,7 +125,7 @@ def test_a_browser_has_nothing_to_complain_of_at_a_desk_or_on_a_phone(run, sphin
     said = []
     page = browser.new_page(viewport={"width": width, "height": 900})
     for event in ("console", "pageerror", "requestfailed"):
-        page.on(event, lambda what: said.append(what))
+        page.on(event, said.append)
     page.goto((pages[0].parent / "12_two.html").as_uri())
     page.wait_for_selector(".MathJax .mi")
     for each in pages:
@@ -135,22 +140,22 @@ def test_a_browser_has_nothing_to_complain_of_at_a_desk_or_on_a_phone(run, sphin
 
 
 def test_pages_and_rows(folder, sphinx):
-    first = site.build(folder / "site", folder / "notebooks")
-    assert "11_one.html" in first.read_text()
-    page = (folder / "site" / "12_two.html").read_text()
-    before, _, after = page.partition("takes")
-    assert 'href="11_one.html"' in before
-    assert 'class="math' in after
-    assert "</table>" in after
-    assert re.findall(r'href="(rows/.*?)"', page) == ["rows/m/two/steps.csv"]
-    assert (folder / "site" / "rows/m/two/steps.csv").read_text() == "p50_ms\n1\n"
+    there = site.build(folder / "site", folder / "notebooks").parent
+    texts = {path.stem: path.read_text() for path in there.glob("*.html")}
+    assert "11_one.html" in texts["index"]
+    assert "```" not in texts["index"]
+    assert "no plot" in texts["gallery"]
+    page = texts["12_two"]
+    assert re.search(r'="11_one\.html".*takes.*class="math.*</table>', page, re.DOTALL)
+    (rows,) = re.findall(r'href="(rows/m/.*?)"', page)
+    assert (there / rows).read_text() == "p50_ms\n1\n"
 
 
 def test_the_start_page_has_a_card_a_chapter_and_the_gallery_each_plot_of_committed_rows(
     folder, sphinx
 ):
     name = folder / "notebooks" / "11_one.ipynb"
-    notebook = nbformat.read(name, as_version=4)
+    notebook = nbformat.read(name, 4)
     png = io.BytesIO()
     Image.new("L", (40, 20)).save(png, "png")
     data = {"image/png": base64.b64encode(png.getvalue()).decode()}
@@ -163,5 +168,5 @@ def test_the_start_page_has_a_card_a_chapter_and_the_gallery_each_plot_of_commit
     gallery = (folder / "site" / "gallery.html").read_text()
     assert "0.1 hours to read, 0.5 to work" in first
     for text in (first, gallery):
-        assert 'alt="a &lt; b" width="40" height="20"' in text
+        assert 'alt="a &lt; b"\nwidth="40" height="20"' in text
         assert "mine" not in text
