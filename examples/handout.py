@@ -32,16 +32,6 @@ KEPT = {  # of an emptied module: what no step asks for, and others call
         "weak_hook",
     ],
     "parallel/overlapped.py": ["bucket_bytes"],
-    "training/checkpointing.py": [
-        "_half_block",
-        "every_k",
-        "forward_with",
-        "from_start",
-        "half_blocks",
-        "policy",
-        "selective",
-        "sqrt_n",
-    ],
     "training/fused_block.py": ["Weights", "kept_bytes"],
     "training/leaderboard.py": ["Batch", "attention_of", "attending"],
     "training/linear_cross_entropy.py": ["plain_cross_entropy_"],
@@ -141,7 +131,7 @@ def lines(text: str) -> list[str]:
 
 
 def left_in(target: Path) -> list[str]:
-    """Solutions that a folder has all the same: a whole one anywhere, or three lines of one in a module."""
+    """Solutions that a folder has all the same: a whole one anywhere, or four lines of one in a module."""
     modules = [path.read_text(encoding="utf-8") for path in target.rglob("*.py")]
     cells = [text for path in target.rglob("*.ipynb") for text in sources(path)]
     library, handed = ("\n".join(lines("\n".join(texts))) for texts in (modules, modules + cells))
@@ -149,9 +139,9 @@ def left_in(target: Path) -> list[str]:
     for path in (ROOT / "notebooks").glob("[0-9]*.ipynb"):
         for block in re.findall(BLOCK, "\n".join(sources(path)), re.DOTALL):
             solution = lines(block)
-            threes = ["\n".join(solution[i : i + 3]) for i in range(len(solution) - 2)]
+            parts = ["\n".join(solution[i : i + 4]) for i in range(len(solution) - 3)]
             whole = "\n".join(solution)
-            if any(three in library for three in threes) or (threes and whole in handed):
+            if any(part in library for part in parts) or (len(solution) > 2 and whole in handed):
                 found.append(whole)
     for path in (ROOT / "tests" / "solutions").glob("[0-9]*.py"):
         for several in runpy.run_path(str(path))["RIGHT"].values():
@@ -164,8 +154,8 @@ def sources(path: Path) -> list[str]:
     return [cell.source for cell in nbformat.read(path, as_version=4).cells]
 
 
-def write(target: Path) -> None:
-    """Write the hand-out to a folder that is not there yet."""
+def write(target: Path, *more: str) -> None:
+    """Write the hand-out to a folder that is not there yet; more modules may be emptied, too."""
     if target.exists():
         raise SystemExit(f"{target} is there already: delete it for a new one")
     tracked = subprocess.run(
@@ -183,7 +173,7 @@ def write(target: Path) -> None:
             if cell.source.startswith(SAID_AGAIN):
                 cell.source = emptied(cell.source, [])
         nbformat.write(notebook, path)
-    for name in EMPTIED:
+    for name in EMPTIED + more:
         path = target / "lib/cs336_systems" / name
         source = emptied(path.read_text(encoding="utf-8"), KEPT.get(name, []))
         path.write_text(source + STAND_INS.get(name, ""), encoding="utf-8")
@@ -192,5 +182,6 @@ def write(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(*sys.argv[1:] or [ROOT / "handout"]))
-    print("handout/: notebooks, library and rows, without solutions and tests")
+    folder, *others = sys.argv[1:] or ["handout"]
+    write(ROOT / folder, *others)
+    print(f"{folder}: notebooks, library and rows, without solutions and tests")

@@ -84,8 +84,10 @@ def test_run_ends_with_a_summary_and_tells_failure_by_its_exit_code(
 def test_a_site_that_cannot_be_made_is_a_warning(folder, outcome, monkeypatch, capsys):
     monkeypatch.setattr(site, "build", lambda *_: 1 / 0)
     assert command("run", "--output", folder / "runs", "--only", "11") == 0
-    warned = r"warning: \S+/index.html cannot be made: ZeroDivisionError: division by zero\n"
-    assert re.search(warned, capsys.readouterr().err)
+    assert re.search(
+        r"warning: \S+/index.html cannot be made: ZeroDivisionError: division by zero\n",
+        capsys.readouterr().err,
+    )
 
 
 def test_a_cluster_gets_the_plan_and_a_command_for_one_job_of_it(

@@ -122,17 +122,18 @@ def browser():
 @pytest.mark.parametrize("width", [1400, 390])
 def test_a_browser_has_nothing_to_complain_of_at_a_desk_or_on_a_phone(run, sphinx, browser, width):
     pages = sorted(run[0]().parent.glob("*.html"))
+    there = pages[0].parent
     said = []
     page = browser.new_page(viewport={"width": width, "height": 900})
     for event in ("console", "pageerror", "requestfailed"):
-        page.on(event, said.append)
-    page.goto((pages[0].parent / "12_two.html").as_uri())
+        page.on(event, lambda what: said.append(what))
+    page.goto((there / "12_two.html").as_uri())
     page.wait_for_selector(".MathJax .mi")
     for each in pages:
         page.goto(each.as_uri())
         page.wait_for_load_state("networkidle")
         assert page.evaluate("document.documentElement.scrollWidth") <= width, each.name
-    page.goto((pages[0].parent / "search.html").as_uri() + "?q=takes")
+    page.goto((there / "search.html").as_uri() + "?q=takes")
     page.get_by_role("link", name="12_two").last.click()
     page.wait_for_load_state("networkidle")
     assert page.url.partition("?")[0].endswith("12_two.html")
