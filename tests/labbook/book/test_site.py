@@ -56,14 +56,14 @@ def run(folder):
     """A run: 11 ended well, with a parameter; 12 did not."""
     there = folder / "runs" / "m"
     there.mkdir(parents=True)
-    links = "[13](13_three.ipynb), [there](../lib/x.py)"
     outcomes = {
         "11_one-3": Outcome("ok", "", 1.0, "11_one", "steps=3"),
         "12_two": Outcome("error", "cell [1]: Bad: <luck>", 1.0, "12_two", "steps=3"),
     }
     for name, outcome in outcomes.items():
         notebook = nbformat.read(folder / f"notebooks/{outcome.notebook}.ipynb", 4)
-        notebook.cells[0].source += f"\n\n$a^2$, [11](11_one.ipynb), {links}"
+        notebook.cells[0].source += """\n
+$a^2$, [11](11_one.ipynb), [13](13_three.ipynb), [there](../lib/x.py)"""
         nbformat.write(notebook, there / f"{name}.ipynb")
         write_record(there / f"{name}.json", outcome)
     (there / "14_torn.ipynb").write_text("{")
