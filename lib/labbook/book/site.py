@@ -28,8 +28,6 @@ from labbook.project import project
 from labbook.timing import one_line
 
 _LINK = r"\[([^][]*)\]\((?:\.\./[^)]*|(?P<name>\d\d_\w+)\.ipynb(?P<at>#[^)]*)?)\)"
-_MARK = r"(?m)^ *### (BEGIN|END) SOLUTION\n?"
-_SHOWN = ("solution(", "show_source(", "labbook.show_source(")  # the output says it all
 _TITLE = "Making language models train fast, measured"
 _CONFIG = f"""\
 project = html_title = "{_TITLE}"
@@ -220,11 +218,12 @@ def _fold(notebook, run):
         if has_solution(cell) or CHECKER in tags:
             prompt = "The checker" if CHECKER in tags else "A solution"
             tags.append(HIDE_INPUT)
-            cell.source = re.sub(_MARK, "", cell.source)
+            cell.source = re.sub(r"(?m)^ *### (BEGIN|END) SOLUTION\n?", "", cell.source)
         elif not section:
             prompt = "Parameters" if "parameters" in tags else "Set-up"
             tags.append("hide-cell")
-        elif cell.source.startswith(_SHOWN):
+        # Their output says it all.
+        elif cell.source.startswith(("solution(", "show_source(", "labbook.show_source(")):
             tags.append("remove-input")
         # Of a run, what its machine measured is what one reads.
         elif "page.measure(" in cell.source or heading == f"### This machine{run}":
