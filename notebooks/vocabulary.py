@@ -26,7 +26,7 @@ family(
     flash_pytorch   | Flash (PyTorch)          | brown
     flash_compiled  | Flash (compiled backward)| wine
     flash_triton    | Flash (ours)             | green
-    flash_cute      | FlashAttention, CuTe DSL | vermillion
+    flash_cute      | flash-attn-4             | vermillion
     record          | record, published        | sky
     yours           | yours
     yours_one_pass  | yours, one pass

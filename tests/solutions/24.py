@@ -173,7 +173,7 @@ WRONG = {
         "the tile's maximum only": [("torch.maximum(m, s.amax(-1))", "s.amax(-1)")],
         "one maximum for all rows": [("s.amax(-1)", "s.amax()")],
         "the old maximum in the tile's exponentials": [("(s - m_new.", "(s - m.")],
-        "values averaged": [("p @ v", "p @ v / p.sum(-1, keepdim=True)")],
+        "the maximum starts at zero": [("(m, s.", "(torch.nan_to_num(m, neginf=0.0), s.")],
     },
     "attend_tile": {
         "all keys are one tile": [("    for start", "    keys = end\n    for start")],
@@ -188,7 +188,7 @@ WRONG = {
         "keys counted from the tile's first": [
             ("arange(start, start + s.shape[-1],", "arange(s.shape[-1],")
         ],
-        "L without the maximum": [("m + total.log()", "total.log()")],
+        "ends with a whole tile": [("[-2], behind)", "[-2], behind // keys * keys)")],
     },
     "tile_product": {
         "no bound on the inner dimension": [
@@ -215,7 +215,7 @@ WRONG = {
             ("tl.sum(p, 1)", "tl.sum(p.to(v.dtype).to(tl.float32), 1)")
         ],
         "the old sum is not corrected": [("shrink * total", "total")],
-        "the old output is not corrected": [("shrink[:, None] * acc", "acc")],
+        "acc is rounded": [("_new, total, acc", "_new, total, acc.to(v.dtype).to(tl.float32)")],
         "the tile's maximum only": [("tl.maximum(m, tl.max(s, 1))", "tl.max(s, 1)")],
     },
     "is_visible": {

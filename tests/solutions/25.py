@@ -168,7 +168,7 @@ WRONG = {
         "hidden scores are zero": [("-torch.inf", "0.0")],
         "the scores are rounded": [("q32 @ k32.mT", "(q @ k.mT).float()")],
         "a gradient stays float32": [("(ds.mT @ q32).to(k.dtype)", "ds.mT @ q32")],
-        "dV scaled as well": [("p.mT @ do32", "p.mT @ do32 / q.shape[-1] ** 0.5")],
+        "a softmax in place of L": [("(s - lse[..., None]).exp()", "s.softmax(-1)")],
     },
     "tile_gradients": {
         "the power of e without its factor": [(" * 1.4426950408889634", "")],
@@ -190,7 +190,7 @@ WRONG = {
         "the sum is rounded after each tile": [
             ("    return", "        dq = dq.to(q.dtype).to(tl.float32)\n    return")
         ],
-        "P in place of dS": [("ds.to", "p.to")],
+        "ends with a whole tile": [("0) + 1)", "0) // KEYS * KEYS + 1)")],
     },
     "sum_over_queries": {
         "without the scale": [("dk * scale", "dk")],
@@ -200,7 +200,7 @@ WRONG = {
         "queries of an incomplete tile are left out": [
             ("(begin, n_queries, ROWS)", "(begin, n_queries - ROWS + 1, ROWS)")
         ],
-        "dS is not turned around": [("tl.trans(ds.to(q.dtype))", "ds.to(q.dtype)")],
-        "dV of dS": [("tl.trans(p.to", "tl.trans(ds.to")],
+        "the sum is rounded": [("        dv +=", "        dv = dv.to(do.dtype)\n        dv +=")],
+        "begins with a whole tile": [("tl.min(keys, 0)", "tl.cdiv(tl.min(keys, 0), ROWS) * ROWS")],
     },
 }

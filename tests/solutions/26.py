@@ -33,13 +33,13 @@ def cold_times(run, flush, tick, tensors=(), warmup=2, repetitions=5):
         """
 def host_bound(passes):
     alone = passes["forward"] + passes["backward"]
-    off = (alone / passes["forward_backward"] - 1).abs() > 0.1
+    off = (alone / passes["forward_backward"] - 1).abs() > 0.2
     return off[::-1].cummax()[::-1]
 """,
         """
 def host_bound(passes):
     both = passes["forward_backward"]
-    off = abs(passes["forward"] + passes["backward"] - both) > both / 10
+    off = abs(passes["forward"] + passes["backward"] - both) > both / 5
     flags = [off.iloc[i:].any() for i in range(len(off))]
     return pd.Series(flags, passes.index, dtype=bool)
 """,
@@ -86,7 +86,7 @@ WRONG = {
         "each length by itself": [("off[::-1].cummax()[::-1]", "off")],
         "what is longer, too": [("off[::-1].cummax()[::-1]", "off.cummax()")],
         "up to the first that adds up": [("off[::-1].cummax()[::-1]", "off.cummin()")],
-        "a tenth of a ms": [
+        "a fifth of a ms": [
             ('alone / passes["forward_backward"] - 1', 'alone - passes["forward_backward"]')
         ],
     },

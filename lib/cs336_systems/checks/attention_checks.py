@@ -12,7 +12,6 @@ from functools import partial
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
 
 from cs336_systems.attention.baselines import sdpa, torch_softmax
 from cs336_systems.attention.inputs import AttentionFunction
@@ -115,9 +114,7 @@ def check_logsumexp(
     assert error < 1e-2, off
 
 
-def _random_inputs(
-    case: AttentionCase, generator: torch.Generator, dtype: torch.dtype
-) -> list[Tensor]:
+def _random_inputs(case, generator, dtype):
     lengths = (case.n_queries, case.n_keys, case.n_keys, case.n_queries)
     q, k, v, do = (
         torch.randn(*case.leading, n, case.d, generator=generator, device=generator.device)
@@ -129,7 +126,7 @@ def _random_inputs(
     return [x.to(dtype) for x in (q, k, v, do)]
 
 
-def _diagnose(ours: Tensor, error: float) -> str:
+def _diagnose(ours, error):
     """The usual reason for an error of this kind."""
     if not ours.isfinite().all():
         return (

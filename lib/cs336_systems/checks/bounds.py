@@ -8,7 +8,6 @@ native functions, which take arrays of addresses and of masks.
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -70,14 +69,14 @@ def inside_tensors() -> Iterator[None]:
         yield
 
 
-def _outside(places: np.ndarray, extents: list[tuple[int, int]]) -> int:
+def _outside(places, extents):
     inside = np.zeros(places.shape, bool)
     for first, end in extents:
         inside |= (places >= first) & (places < end)
     return int(np.sum(~inside))
 
 
-def _extents(arguments: Any) -> list[tuple[int, int]]:
+def _extents(arguments):
     """The addresses of each tensor's first number and behind its last."""
     extents = []
     for leaf in tree_leaves(arguments):

@@ -95,6 +95,10 @@ def check_visit(check: StepCheck, visit: JITFunction, device: Device = "cpu") ->
     wanted = (q @ k.T / _LOG2_E).logsumexp(-1) * _LOG2_E
     is_exact = torch.allclose(lse, wanted, rtol=1e-5, atol=1e-5)
     check("total stays float32", is_exact, "add up p before it is rounded to v's type")
+    ones = torch.ones_like(v).bfloat16()
+    ones[0] = 256  # with the others 271, which bfloat16 does not have
+    _visit_kernel[1,](0 * q, k, ones, seen, q, lse, 1.0, visit, 1, _TILE)
+    check("acc stays float32", (q == 271 / 16).all(), "p is rounded, nothing else")
 
 
 @triton.jit
