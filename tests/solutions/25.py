@@ -190,7 +190,7 @@ WRONG = {
         "the sum is rounded after each tile": [
             ("    return", "        dq = dq.to(q.dtype).to(tl.float32)\n    return")
         ],
-        "ends with a whole tile": [("0) + 1)", "0) // KEYS * KEYS + 1)")],
+        "ends with a whole tile": [("0) + 1)", "0) // KEYS * KEYS)")],
     },
     "sum_over_queries": {
         "without the scale": [("dk * scale", "dk")],
