@@ -122,7 +122,7 @@ class _TimeIsUp(BaseException):
     """Not an Exception: a solution may catch those, and go on."""
 
 
-def _sentence(error: BaseException) -> str:
+def _sentence(error):
     # Triton's, around what was raised.
     while type(error).__name__ == "InterpreterError" and error.__cause__:
         error = error.__cause__
@@ -134,10 +134,10 @@ def _sentence(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _limited(timeout_s: float) -> Iterator[None]:
+def _limited(timeout_s):
     """Raise _TimeIsUp after some seconds, in Python code; only the main thread may do that."""
 
-    def stop(*_: Any) -> None:
+    def stop(*_):
         raise _TimeIsUp(f"not done within {timeout_s:g} s; does a loop never end?")
 
     before = signal.signal(signal.SIGALRM, stop)
