@@ -104,7 +104,7 @@ def normalised(tree: ast.AST) -> str:
 
 def _joined(values):
     """The parts of an f-string; versions of Python cut its text differently."""
-    parts: list[ast.expr | str] = [""]
+    parts = [""]
     for value in values:
         if isinstance(value, ast.Constant):
             parts[-1] += value.value
