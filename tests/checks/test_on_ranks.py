@@ -62,18 +62,18 @@ FILL = (
 OPTIMIZER = {
     "^$": (),
     "without a gradient was given one": (STEP, lines(*FILL, STEP)),
-    r"after zero_grad\(\) 4 of 8 gradients":
+    r"after zero_grad\(\) [35] of 8 gradients":
         (CLASS, f"{CLASS}    zero_grad = lambda self, to_none=True: self.inside.zero_grad(to_none)\n"),
     "no torch.optim.Optimizer": (CLASS, f"{CLASS}    __new__ = lambda *_, **__: object()\n"),
-    "param_groups hold 4 parameters of 8":
+    "param_groups hold [35] parameters of 8":
         ("self.owners |= owners", lines("self.owners |= owners", "group['params'] = mine['params']")),
     "param_groups have no 'lr'": (SUPER, lines(SUPER, "self.param_groups[0].pop('lr')")),
     "rank 0, 1: with AdamW, step 1: parameter 0 .* as before the step.* src=owner":
         ("src=owner", "src=(owner + 1) % self.world_size"),
-    "8 of 8 broadcasts may still be under way": ("handle.wait()", "pass"),
+    "2 of 2 broadcasts may still be under way": ("handle.wait()", "pass"),
     "the ranks keep 17408 bytes of states, one optimizer 8704. .* what it owns":
         ("if owners[p] == self.rank]", "]", BROADCASTS, "[]"),
-    "rank 0 keeps 94% of the states. Assign by bytes":
+    "rank 1 keeps 94% of the states. Assign by bytes":
         ("parameter: -parameter.nbytes", "_: 0", "load.index(min(load))", "len(owners) % world_size"),
     "called the closure 0 times": ("closure() if", "None if"),
     "under no_grad": ("with torch.enable_grad():", "with torch.no_grad():"),
@@ -83,11 +83,11 @@ OPTIMIZER = {
     "changes of settings .* as schedulers make them, parameter 0 ": NO_UPDATE,
     "changes of settings .* parameter 1 .* into all groups":
         ("in zip(self.param_groups,", "in zip(self.param_groups[:1],", ", strict=True", ""),
-    "after add_param_group, parameter 4 .* as before .* inside its part":
+    "the ranks keep 2176 bytes of states, one optimizer 8704":
         (JOINS, lines("mine['params'] = [] if self.inside.state else mine['params']", f"    {JOINS}")),
-    "after add_param_group, parameter 0 .* keep the first group's states":
+    "after add_param_group, parameter 1 .* keep the first group's states":
         (JOINS, lines(JOINS, "    self.inside.state.clear()")),
-    "the ranks keep 13056 bytes": ("if owners[p] ==", "if self.inside or owners[p] =="),
+    "the ranks keep 15232 bytes": ("if owners[p] ==", "if self.inside or owners[p] =="),
     "parameter 0 .* not what one optimizer alone makes of it": (BROADCASTS, lines("[]", ROUNDED)),
 }  # fmt: skip
 GATHER = "weight.work = all_gather(weight.all_rows, weight.sent, async_op=True)"
@@ -164,7 +164,7 @@ TENSOR = {
         ("return grad, None", "torch.distributed.all_reduce(grad := grad.clone()); return grad, None"),
     "gradient of w1 is missing":
         (SUM, "return Sum.apply((hidden @ self.w2.T).detach(), None).requires_grad_()"),
-    r"w2, \(3, 10\), is not .* of its columns": ('dim=1 if name == "w2" else 0', "dim=0"),
+    r"w2, .*3, 10.* is not .* of its columns": ('dim=1 if name == "w2" else 0', "dim=0"),
     "rank 1: w3, .* is not the slice": ("name, rank, ranks)\n", "name, rank * (name != 'w3'), ranks)\n"),
     "group of this rank alone, w1, .* Use the group": ("self.group = group", "self.group = group = None"),
     "rank alone, the gradient of the input is not": ("ctx.group = group", "ctx.group = None"),

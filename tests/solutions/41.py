@@ -160,14 +160,19 @@ WRONG = {
             (": p.nbytes", ": p.numel()"),
             ("+= parameter.nbytes", "+= parameter.numel()"),
         ],
-        "all to one": [("        held[rank] += parameter.nbytes\n", "")],
     },
     "ShardedStates": {
         "every rank owns all": [(" if dealt[p] == self.rank", "")],
         "ours loses parameters": [("dict(group)", "group")],
         "without the group's settings": [("dict(group)", "{}")],
         "the last group's owners": [("self.owners.update(dealt)", "self.owners = dealt")],
-        "the last group's optimizer": [("self.inside is None", "True")],
+        "a new one of all groups": [
+            (
+                "self.inside.add_param_group(inner)",
+                "inner = [*self.inside.param_groups, inner]\n"
+                "            self.inside = self.optimizer_cls(inner, **self.settings)",
+            )
+        ],
         "no later group": [("            self.inside.add_param_group(inner)", "            pass")],
     },
     "ShortSharded": {

@@ -70,7 +70,6 @@ WRONG = {
         "twice the same counts once": [("in collectives", "in set(collectives)")],
         "its own part": [("(ranks - 1) / ranks", "1 / ranks")],
         "to each other rank": [("(ranks - 1) / ranks", "(ranks - 1)")],
-        "always two ranks": [("(ranks - 1) / ranks", "1 / 2")],
     },
     "gradient_peak": {
         "the end": [("max(most, now)", "now")],

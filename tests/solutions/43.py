@@ -200,8 +200,11 @@ WRONG = {
     "ForwardFSDP": {
         "does not wait": [("        wanted[0].work.wait()\n", "")],
         "asks again": [("if weight.work is None", "if True")],
-        "forgets that it is there": [
-            ("wanted[0].sent = None", "wanted[0].sent = wanted[0].work = None")
+        "waits for all": [
+            (
+                "wanted[0].work.wait()",
+                "for weight in wanted:\n            weight.work.wait()",
+            )
         ],
         "keeps what was sent": [("        wanted[0].sent = None\n", "")],
         "casts what has arrived": [
@@ -223,7 +226,7 @@ WRONG = {
         "the sum": [("        padded /= dist.get_world_size()\n", "")],
         "the whole gradient stays": [("        weight.whole.grad = None\n", "")],
         "the weight stays": [("        weight.free()\n", "")],
-        "zeros first": [("padded[: len(weight.whole)]", "padded[-len(weight.whole) :]")],
+        "waits at once": [(", padded, work))", ", padded, work))\n        work.wait()")],
         "does not wait": [("            work.wait()\n", "")],
         "in the dtype of computing": [("mine.to(weight.shard.dtype)", "mine")],
     },

@@ -182,9 +182,10 @@ WRONG = {
             ("SumGradient.apply(x", "Sum.apply(x"),
             ("Sum.apply(hidden", "SumGradient.apply(hidden"),
         ],
-        "hidden added up": [
-            ("silu(gate) * up", "silu(gate) * up\n        hidden = Sum.apply(hidden, self.group)"),
-            ("Sum.apply(hidden @ self.w2.T, self.group)", "hidden @ self.w2.T"),
+        "a sum for each product": [
+            ("        x = SumGradient.apply(x, self.group)\n", ""),
+            ("x @ self.w1.T", "SumGradient.apply(x, self.group) @ self.w1.T"),
+            ("x @ self.w3.T", "SumGradient.apply(x, self.group) @ self.w3.T"),
         ],
         "all ranks, whatever group": [("self.w2.T, self.group", "self.w2.T, None")],
     },

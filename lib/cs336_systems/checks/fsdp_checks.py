@@ -33,10 +33,15 @@ _LAYER_OF = {prod(size): layer for layer, size in _SIZES.items()}
 LAYERS = tuple(_SIZES)
 # Of 61 rows ranks have no equal shares, so messages are padded.
 _UNEVEN = _SIZES | {"up": (12, 61), "wide": (61, 84)}
-# Whole at once: the one in use, two ahead of it, and the one before, about to be freed.
-_WEIGHTS = 4
-# Whole at once: the one that has just been made, and two on their way.
-_GRADIENTS = 3
+_MOST = {
+    # Whole at once: the one in use, two ahead of it, and the one before, about to be freed.
+    "all_gather": (4, "weights have memory at once; allowed: the one in use and two ahead of it."),
+    # The one that has just been made, and two on their way.
+    "reduce_scatter": (
+        3,
+        "gradients have memory at once. Wait for the oldest before a third goes.",
+    ),
+}
 _LOW = torch.bfloat16
 _IN_LOW = f"with compute_dtype={_LOW}"
 
@@ -82,8 +87,7 @@ def _whole(wrapped: nn.Module) -> dict[str, Tensor]:
 
 
 def _shards(wrap: Wrap) -> Findings:
-    hint = "Broadcast before sharding; put the shards together in the order of the ranks, without padding."
-    yield from shared.starts_from_rank_0(wrap, hint, _Layers, _whole)
+    hint = "Broadcast before sharding; put together what is kept, in the order of ranks, without padding."
     yield from shared.starts_from_rank_0(wrap, hint, _uneven, _whole)
     yield Property("gather_full_parameters() returns rank 0's values, whole, by name")
 
@@ -140,21 +144,15 @@ def _forward(wrap: Wrap) -> Findings:
 
 
 def _backward(wrap: Wrap) -> Findings:
-    hint = " Does each rank get the rows of its shard, and does backward compute with the whole weights?"
-    yield from shared.gradients(wrap, hint, _Layers, _whole)
-    yield from shared.gradients(wrap, hint, _uneven, _whole)
+    yield from shared.gradients(
+        wrap,
+        " Does each rank get the rows of its shard, and does backward compute with the whole weights?",
+        _uneven,
+        _whole,
+    )
     yield Property(
         "every .grad has its parameter's shape and dtype, and is the mean over the ranks"
     )
-
-    wrapped = wrap(_Layers(seed=0))
-    with observed() as messages:
-        one_step(wrapped)
-    for message in messages:
-        layer = _LAYER_OF.get(message.numel)
-        if layer and message.collective in ("all_reduce", "reduce"):
-            yield f"the whole gradient of {layer!r} went through {message.collective}. Use reduce_scatter."
-    yield Property("gradients are reduce-scattered: no rank receives more than its share")
 
     how = "the weights follow one process that has the whole batch"
     yield from shared.follow(wrap, how, make=_Layers, weights=_whole)
@@ -168,10 +166,10 @@ def _has_memory(reference: StorageWeakRef) -> bool:
 def _memory(wrap: Wrap) -> Findings:
     wrapped = wrap(_Layers(seed=0))
     mistakes = []
-    # Of whole weights and of whole gradients: layers and storages that were seen.
-    seen: dict[str, list] = {"all_gather": [], "reduce_scatter": []}
-    # That had memory at once, or what is allowed.
-    most = {"all_gather": _WEIGHTS, "reduce_scatter": _GRADIENTS}
+    crowds = []
+    # Of whole weights, and of the whole gradients of this step.
+    seen: dict[str, list[Message]] = {name: [] for name in _MOST}
+    reductions = seen["reduce_scatter"]
     still = "the whole weights of these layers still have memory:"
     mend = "Autograd keeps them: free by untyped_storage().resize_(0), gather into the same tensor again."
 
@@ -179,7 +177,7 @@ def _memory(wrap: Wrap) -> Findings:
         """The layers; cycles and Gloo's threads may free some within a second."""
         until = time.monotonic() + 1
         while True:
-            alive = sorted({layer for layer, storage in seen[collective] if _has_memory(storage)})
+            alive = sorted({_LAYER_OF[x.numel] for x in seen[collective] if _has_memory(x.storage)})
             if len(alive) <= allowed or time.monotonic() > until:
                 return alive
             gc.collect()
@@ -187,9 +185,21 @@ def _memory(wrap: Wrap) -> Findings:
 
     def note(message: Message) -> None:
         name = message.collective
-        if name in seen and message.numel in _LAYER_OF:
-            seen[name].append((_LAYER_OF[message.numel], message.storage))
-            most[name] = max(most[name], len(whole(name, allowed=most[name])))
+        layer = _LAYER_OF.get(message.numel)
+        if layer and name in ("all_reduce", "reduce"):
+            mistakes.append(
+                f"the whole gradient of {layer!r} went through {name}. Use reduce_scatter."
+            )
+        if layer and name in seen:
+            if _gathered(message) and reductions and reductions[-1].waits:
+                mistakes.append(
+                    "backward waits for the gradient that left last. Wait when newer ones have left."
+                )
+            seen[name].append(message)
+            allowed, mend = _MOST[name]
+            held = len(whole(name, allowed))
+            if held > allowed:
+                crowds.append(f"{held} whole {mend}")
 
     with observed(note):
         for step in range(2):
@@ -200,16 +210,17 @@ def _memory(wrap: Wrap) -> Findings:
             if len(kept) > 1:
                 mistakes.append(f"after forward {still} {', '.join(kept)}. {mend}")
             loss.backward()
+            if len(reductions) < len(LAYERS) - 2:
+                mistakes.append(
+                    "gradients stay until backward is over. Reduce each when it is there."
+                )
             wrapped.finish_gradient_synchronization()
+            reductions.clear()
             kept = ", ".join(whole("all_gather"))
             if kept:
                 mistakes.append(f"after backward {still} {kept}. Free each with its gradient.")
-    yield from mistakes
-    weights, gradients = most.values()
-    if weights > _WEIGHTS:
-        yield f"{weights} whole weights have memory at once; allowed: the one in use and two ahead of it."
-    if gradients > _GRADIENTS:
-        yield f"{gradients} whole gradients have memory at once. Wait for the oldest before a third goes."
+    yield from mistakes + crowds
+    yield Property("gradients are reduce-scattered: no rank receives more than its share")
     yield Property(
         "whole weights are freed after use, in forward and in backward, and whole gradients too"
     )

@@ -29,16 +29,18 @@ def check_sharded_optimizer(make: Make, *, only_states: bool = False) -> Finding
 
 
 def _shares_states(make: Make) -> Findings:
-    pair = _Pair(make)
+    pair = _Pair(make, groups=_first)
     candidate = pair.candidate
     count = len(pair.sharded)
     if not isinstance(candidate, Optimizer):
         yield "it is no torch.optim.Optimizer. Derive from it and call super().__init__(params, kwargs)."
+    if "lr" not in candidate.param_groups[0]:
+        yield "its param_groups have no 'lr'. Hand the settings to super().__init__(params, kwargs)."
+    pair.step()
+    pair.add_others()
     held = sum(len(group["params"]) for group in candidate.param_groups)
     if held != count:
         yield f"its param_groups hold {held} parameters of {count}. Only the optimizer inside holds a shard."
-    if "lr" not in candidate.param_groups[0]:
-        yield "its param_groups have no 'lr'. Hand the settings to super().__init__(params, kwargs)."
     yield Property("It is a torch.optim.Optimizer, and its groups hold all parameters")
     pair.step()
     candidate.zero_grad()
@@ -92,8 +94,7 @@ def _has_groups(make: Make) -> Findings:
         return [{"params": params[::2], "weight_decay": 0.5}, {"params": params[1::2], "lr": 0.01}]
 
     pair = _Pair(make, groups=in_two)
-    mend = "Hand the optimizer inside groups, each with its settings."
-    yield from pair.step("with two groups,", mend)
+    yield from pair.step("with two groups,", "Hand the one inside groups, each with its settings.")
     yield ""
     for optimizer in (pair.optimizer, pair.candidate):
         optimizer.param_groups[0]["lr"] = 1e-3
@@ -104,17 +105,24 @@ def _has_groups(make: Make) -> Findings:
     )
     yield Property("Groups keep their settings, and what a scheduler changes in them arrives")
 
-    pair = _Pair(make, groups=lambda params: params[:4])
+    pair = _Pair(make, groups=_first)
     pair.step()
-    pair.optimizer.add_param_group({"params": pair.alone[4:], "lr": 0.01})
-    pair.candidate.add_param_group({"params": pair.sharded[4:], "lr": 0.01})
-    mend = "Give the optimizer inside its part, with its settings; keep the first group's states."
+    pair.add_others()
     for _ in range(2):
-        yield from pair.step("after add_param_group,", mend)
+        yield from pair.step(
+            "after add_param_group,",
+            "Give the optimizer inside its part, with its settings; keep the first group's states.",
+        )
         yield ""
     yield from pair.sharing_mistakes()
-    held = "A group that is added after some steps is trained with its settings, and sharded like the first"
-    yield Property(held)
+    yield Property(
+        "A group that is added after some steps is trained with its settings, and sharded like the first"
+    )
+
+
+def _first(params: list) -> list:
+    """Of two: were all dealt anew later, the small one would get another owner."""
+    return params[1:3]
 
 
 class _Pair:
@@ -160,12 +168,18 @@ class _Pair:
         self.candidate.step()
         return [" ".join(filter(None, (when, mistake, mend))) for mistake in self.mistakes()]
 
+    def add_others(self) -> None:
+        """As a second group."""
+        for optimizer, params in ((self.optimizer, self.alone), (self.candidate, self.sharded)):
+            optimizer.add_param_group({"params": params[3:] + params[:1], "lr": 0.01})
+
     def mistakes(self) -> Iterator[str]:
         """Which parameters are not, bit for bit, what one optimizer makes of them."""
         tensors = zip(self.names, self.sharded, self.alone, self.before, strict=True)
         for name, sharded, alone, before in tensors:
-            as_before = "as before the step: updated by its owner alone, if at all."
-            as_before += " Broadcast it, with src=owner."
+            as_before = (
+                "as before the step: updated by its owner, if at all. Broadcast with src=owner."
+            )
             otherwise = "not what one optimizer alone makes of it."
             yield from unlike(name, sharded, alone, {as_before: before}, otherwise, torch.equal)
 
@@ -178,8 +192,7 @@ class _Pair:
             yield f"{kept}. Give the one inside what it owns, all of it."
         most = max(shares)
         if most > sum(sizes) / len(shares) + max(sizes):
-            share = f"rank {shares.index(most)} keeps {most / sum(sizes):.0%} of the states"
-            yield f"{share}. Assign by bytes, not by number."
+            yield f"rank {shares.index(most)} keeps {most / sum(sizes):.0%} of the states. Assign by bytes."
 
 
 def _state_bytes(optimizers: list[Optimizer]) -> list[int]:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.checks.exercise import StepCheck
-from cs336_systems.checks.on_ranks import Findings, Property, checker, unlike
+from cs336_systems.checks.on_ranks import Findings, Property, checker, observed, unlike
 from cs336_systems.model import SwiGLU
 from cs336_systems.parallel import WorkerContext, launch
 
@@ -46,21 +46,20 @@ def _is_whole(layer_class: LayerClass, group: dist.ProcessGroup | None) -> Findi
     for name, cut in _CUTS.items():
         weight = getattr(layer, name, None)
         wanted = getattr(full, name).weight.detach().chunk(n, cut)[rank]
-        pieces = f"{('rows', 'columns')[cut]} (dimension {cut})"
         if not isinstance(weight, nn.Parameter):
             yield f"`.{name}` is no nn.Parameter. Keep this rank's slice of {name} there."
         if not torch.equal(weight, wanted):
-            place = f"piece {rank} of {n} of its {pieces}"
-            yield f"{name}, {tuple(weight.shape)}, is not the slice of rank {rank}: {place}."
+            yield f"{name}, {weight.shape} is not the slice of rank {rank} of its {('rows', 'columns')[cut]}."
         getattr(part, name).weight.data = wanted
     yield Property("every rank has its slice of each weight")
 
     x, gradient = torch.randn(2, _TOKENS, _D_MODEL)
     x_of_layer, x_of_full, x_of_part = (x.clone().requires_grad_() for _ in range(3))
-    output = layer(x_of_layer)
     expected = full(x_of_full)
     term = part(x_of_part)
-    torch.autograd.backward([output, expected, term], [gradient] * 3)
+    with observed() as sent:
+        output = layer(x_of_layer)
+        torch.autograd.backward([output, expected, term], [gradient] * 3)
     otherwise = "not that of the whole layer."
     diagnoses = {
         "only this rank's term. All-reduce it at the end of forward.": term,
@@ -70,17 +69,18 @@ def _is_whole(layer_class: LayerClass, group: dist.ProcessGroup | None) -> Findi
     for name, cut in _CUTS.items():
         d_weight = getattr(layer, name).grad
         wanted = getattr(full, name).weight.grad.chunk(n, cut)[rank]
-        too_large = f"{n} times too large. The backward of the last all-reduce sends nothing."
-        what = f"the gradient of {name}"
-        otherwise_slice = f"{otherwise} Take its slice."
-        yield from unlike(what, d_weight, wanted, {too_large: n * wanted}, otherwise_slice)
+        diagnoses = {
+            f"{n} times too large. The backward of the last sum sends nothing.": n * wanted
+        }
+        yield from unlike(f"the gradient of {name}", d_weight, wanted, diagnoses, otherwise)
     d_input = x_of_full.grad
     diagnoses = {
         "only what comes through this rank's slice. All-reduce it.": x_of_part.grad,
         "a mean. What comes through the slices adds up: do not divide.": d_input / n,
     }
-    what = "the gradient of the input"
-    yield from unlike(what, x_of_layer.grad, d_input, diagnoses, otherwise)
+    yield from unlike("the gradient of the input", x_of_layer.grad, d_input, diagnoses, otherwise)
+    if len(sent) > 2:
+        yield f"it sends {len(sent)} messages. One in each pass is enough: add up what w1 and w3 share once."
     yield Property("output and gradients are those of the whole layer")
 
 
@@ -145,21 +145,20 @@ def _try_gather(context: WorkerContext, layer: Function) -> Found:
         y.backward(grads[rank])
     except RuntimeError as error:
         raise AssertionError(f"backward: {error}; gather again?") from error
-    whole = xs.flatten(0, 1)
-    d_x = (grads @ weights).sum(0).split(3)[rank]
-    d_weight = grads[rank].T @ whole
     near = partial(torch.allclose, atol=1e-5)
-    alone, _ = dist.new_subgroups(1)
-    in_group = _is_of_this_rank(layer, xs[rank], weights[rank], grads[rank, : len(x)], alone)
-    use_group = "is the group used, in backward, too?"
+    whole = xs.flatten(0, 1)
     is_whole = near(y, whole @ weights[rank].T)
     is_x_alone = max(kept, default=0) < whole.nbytes
+    d_x = (grads @ weights).sum(0).split(3)[rank]
+    d_weight = grads[rank].T @ whole
+    alone, _ = dist.new_subgroups(1)
+    in_group = _is_of_this_rank(layer, xs[rank], weights[rank], grads[rank, : len(x)], alone)
     return [
         ("output of all tokens", is_whole, "gathered?"),
         ("the weight's gradient is of all tokens", near(weight.grad, d_weight), "gather again"),
         ("the input's is summed, then cut", near(x.grad, d_x), "scattered, not sliced?"),
         ("the gathered input is not kept", is_x_alone, "save x alone"),
-        ("a group of this rank alone: its own tokens", in_group, use_group),
+        ("a group of this rank alone: its own tokens", in_group, "in backward, too?"),
     ]
 
 
