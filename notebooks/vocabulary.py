@@ -122,8 +122,8 @@ family(  # of kernels, labbook.profiles.names.kernel_class
     call            | call                     | green
     """,
 )
-family(  # of a step over ranks, what a GPU does: labbook.profiles.told_apart
-    "doing",
+family(  # of a step over ranks, what a GPU does: labbook.profiles.told_apart; and links of notebook 55
+    "doing link",
     """
     forward               | forward               | sky
     backward              | backward              | orange
@@ -131,6 +131,9 @@ family(  # of a step over ranks, what a GPU does: labbook.profiles.told_apart
     optimizer             | optimizer             | grey
     communication, hidden | communication, hidden | green
     communication, exposed | communication, exposed | vermillion
+    as it is              | as it is              | green
+    host memory           | host memory           | orange
+    closed form           | closed form           | grey
     """,
 )
 family(  # what memory is used for in training
