@@ -87,8 +87,12 @@ def _whole(wrapped: nn.Module) -> dict[str, Tensor]:
 
 
 def _shards(wrap: Wrap) -> Findings:
-    hint = "Broadcast before sharding; put together what is kept, in the order of ranks, without padding."
-    yield from shared.starts_from_rank_0(wrap, hint, _uneven, _whole)
+    yield from shared.starts_from_rank_0(
+        wrap,
+        "Broadcast before sharding; put together what is kept, in the order of ranks, without padding.",
+        _uneven,
+        _whole,
+    )
     yield Property("gather_full_parameters() returns rank 0's values, whole, by name")
 
     wrapped = wrap(_Layers(seed=0))
@@ -171,7 +175,6 @@ def _memory(wrap: Wrap) -> Findings:
     seen: dict[str, list[Message]] = {name: [] for name in _MOST}
     reductions = seen["reduce_scatter"]
     still = "the whole weights of these layers still have memory:"
-    mend = "Autograd keeps them: free by untyped_storage().resize_(0), gather into the same tensor again."
 
     def whole(collective: str, allowed: int = 0) -> list[str]:
         """The layers; cycles and Gloo's threads may free some within a second."""
@@ -208,7 +211,10 @@ def _memory(wrap: Wrap) -> Findings:
             # Backward begins with the last.
             kept = whole("all_gather", allowed=1)
             if len(kept) > 1:
-                mistakes.append(f"after forward {still} {', '.join(kept)}. {mend}")
+                mistakes.append(
+                    f"after forward {still} {', '.join(kept)}. Autograd keeps them: free by "
+                    "untyped_storage().resize_(0), gather into the same tensor again."
+                )
             loss.backward()
             if len(reductions) < len(LAYERS) - 2:
                 mistakes.append(

@@ -177,11 +177,16 @@ class _Pair:
         """Which parameters are not, bit for bit, what one optimizer makes of them."""
         tensors = zip(self.names, self.sharded, self.alone, self.before, strict=True)
         for name, sharded, alone, before in tensors:
-            as_before = (
-                "as before the step: updated by its owner, if at all. Broadcast with src=owner."
+            yield from unlike(
+                name,
+                sharded,
+                alone,
+                {
+                    "as before the step: updated by its owner, if at all. Broadcast with src=owner.": before
+                },
+                "not what one optimizer alone makes of it.",
+                torch.equal,
             )
-            otherwise = "not what one optimizer alone makes of it."
-            yield from unlike(name, sharded, alone, {as_before: before}, otherwise, torch.equal)
 
     def sharing_mistakes(self) -> Iterator[str]:
         """By the bytes of states: an optimizer inside may keep them of slices of all parameters."""

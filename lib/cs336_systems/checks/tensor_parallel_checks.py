@@ -124,8 +124,13 @@ def _try_sums(context: WorkerContext, forward_sum: Function, backward_sum: Funct
                 told = f"{function.__name__}, {pass_}{ranks}: {what}"
                 wanted = both.sum(0) if adds_up else mine
                 found.append((told, made.equal(wanted), str(made.tolist())))
-            told = f"{function.__name__}{ranks} keeps input and gradient"
-            found.append((told, torch.stack((x, grad)).equal(own), "give all_reduce a copy"))
+            found.append(
+                (
+                    f"{function.__name__}{ranks} keeps input and gradient",
+                    torch.stack((x, grad)).equal(own),
+                    "give all_reduce a copy",
+                )
+            )
     return found
 
 
