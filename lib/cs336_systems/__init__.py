@@ -1,6 +1,7 @@
 """The library behind the workbook: a Transformer, its attention kernels, and the tools that measure them."""
 
 import os
+from importlib.util import find_spec
 
 import torch
 
@@ -17,3 +18,9 @@ if not torch.cuda.is_available():
 # fast, other in the last bits than eager PyTorch. Triton does so by default up to 3.9, which warns once
 # that 3.10 will round the product too; the rows, and the tolerances of the checks, stand on fused ones.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+# Once Inductor compiles, it makes all of Triton use torch's own ptxas, where torch has one: the assembler of
+# our kernels, and with it which of them can run, would hang on what was compiled before. What is set stays.
+if triton := find_spec("triton"):
+    os.environ.setdefault(
+        "TRITON_PTXAS_PATH", f"{triton.submodule_search_locations[0]}/backends/nvidia/bin/ptxas"
+    )

@@ -35,13 +35,11 @@ def installed() -> dict[str, str]:
 def too_old(versions: Mapping[str, str]) -> str:
     """A sentence with the bound and the command if one of these is older than what was tried, or nothing."""
     for name, number in versions.items():
-        oldest, _ = TRIED[name]
-        if _numbers(number) < _numbers(oldest):
+        if _numbers(number) < _numbers(TRIED[name][0]):
             # The builds of torch bring the triton that they were made with.
             package = "torch" if name == "triton" else name
-            command = f"pip install '{package}>={TRIED[package][0]}'"
-            bound = f"{name} {number} is too old, the workbook needs {oldest} or newer"
-            return f"{bound}: make setup, or {command}"
+            bound = f"{name} {number} is too old, the workbook needs {TRIED[name][0]} or newer"
+            return f"{bound}: make setup, or pip install '{package}>={TRIED[package][0]}'"
     return ""
 
 
@@ -64,13 +62,12 @@ def mismatched(requirements: Iterable[str], triton: str) -> str:
     return ""
 
 
-def _numbers(number: str) -> tuple[int, ...]:
+def _numbers(number):
     """Of "2.15.0a0+cu132" 2, 15, 0."""
-    release = re.match(r"[\d.]*\d", number)
-    return tuple(int(part) for part in release[0].split("."))
+    return tuple(map(int, re.findall(r"\d+", number)[:3]))
 
 
-def main() -> None:
+def main():
     versions = installed()
     if message := too_old(versions):
         sys.exit(f"set-up: {message}")

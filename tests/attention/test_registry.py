@@ -20,8 +20,6 @@ from cs336_systems.attention.implementations import (
 from cs336_systems.attention.plain import plain_attention
 from cs336_systems.checks import check_attention
 
-IN_MODEL = [name for name, entry in ATTENTION.items() if entry.in_model]
-
 
 def random_inputs(*shape, n_keys=None):
     keys = shape[:-2] + (n_keys or shape[-2], shape[-1])
@@ -33,7 +31,7 @@ def test_plain_attention_rounds_as_the_formula_in_torch(dtype):
     check_attention(plain_attention, dtype=dtype, device="cpu")
 
 
-@pytest.mark.parametrize("implementation", ["auto"] + list(IN_MODEL))
+@pytest.mark.parametrize("implementation", attention_room.MODEL_ATTENTION)
 def test_all_compute_the_same(implementation):
     if implementation in ATTENTION and TRITON in ATTENTION[implementation].needs:
         pytest.importorskip("triton")
