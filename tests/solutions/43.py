@@ -222,7 +222,6 @@ WRONG = {
         "all whole gradients until the end": [
             ("while len(self.reductions) > left", "while self.reductions and not left")
         ],
-        "the youngest first": [("pop(0)", "pop()")],
         "the sum": [("        padded /= dist.get_world_size()\n", "")],
         "the whole gradient stays": [("        weight.whole.grad = None\n", "")],
         "the weight stays": [("        weight.free()\n", "")],
