@@ -1,6 +1,6 @@
 """Which versions the workbook was tried with: older ones are refused in a sentence, newer ones named in one.
 
-The newest of each were tried together on a CPU, with Python 3.13: all tests and all notebooks; and attention's
+The newest of each were tried together on a CPU, with Python 3.13: all tests and all notebooks; attention's
 kernels of 16 bits were compiled ahead of time for GPUs from Ampere to Blackwell. On GPUs ran torch 2.11.
 
 `python lib/cs336_systems/versions.py` says it of what is installed, as lib/setup.sh does. It imports nothing
