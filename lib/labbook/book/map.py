@@ -1,7 +1,7 @@
 """The workbook at a glance: what each notebook asks, as its first cell says, and what it found.
 
 What it found is the output of its cell tagged `headline`, an answer. The picture beside it is the one that
-another cell with the tag shows of committed rows, or else the first that the notebook shows of them.
+another cell with the tag shows, or else the first that the notebook shows of committed rows.
 """
 
 import base64
@@ -58,7 +58,7 @@ def entry(name: str, notebook: NotebookNode) -> Entry:
     handout, question, before, time = first_cell(notebook).values()
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     tagged = [cell for cell in code if HEADLINE in cell.metadata.get("tags", [])]
-    drawn = [cell for cell in tagged + code if draws_committed_rows(cell.source)]
+    drawn = tagged + [cell for cell in code if draws_committed_rows(cell.source)]
     answer = _first_shown(tagged, "text/markdown")
     headline = answer and re.sub(_AROUND, "", answer.data["text/markdown"], flags=re.DOTALL)
     editions = tuple(re.findall(r"\b20\d\d\b", handout))

@@ -76,12 +76,12 @@ def test_what_the_first_cell_says_and_the_tagged_answer_without_its_letter(entry
 
 
 def test_the_picture_is_the_tagged_one_or_the_first_of_the_reference(entry_of):
-    others = [drawn("mine", "page.figure(f, here=True)"), drawn("a sketch", "f")]
+    here = "page.figure(f, here=True)"
+    others = [drawn("mine", here), drawn("a sketch", "f")]
     first = drawn("first")
-    second = drawn("second")
-    marked = drawn("second", tagged=True)
-    for cells, alt in (([first, marked], "second"), ([first, second], "first")):
-        picture = entry_of(*others, *cells, answered("**(1)** Yes.")).picture
+    marked = drawn("second", here, tagged=True)
+    for cell, alt in ((marked, "second"), (drawn("third"), "first")):
+        picture = entry_of(*others, first, cell, answered("**(1)** Yes.")).picture
         assert picture.metadata["image/png"]["alt"] == alt
     assert entry_of(*others).picture is None
 
