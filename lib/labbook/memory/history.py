@@ -90,7 +90,6 @@ def owners_of(categories: Mapping[str, Iterable[Tensor]]) -> Owners:
 
 def _recorded(run, steps):
     """The CUDA allocator's snapshot after `run()`, with Python frames and with our ranges as annotations."""
-    torch.cuda.synchronize(steps.device)
     torch.cuda.memory._record_memory_history(
         stacks="python", max_entries=10**7, clear_history=True, global_record_annotations=True
     )
@@ -124,7 +123,7 @@ def _change(event):
     """Time in microseconds, address, bytes (negative: freed), and code."""
     frames = map(itemgetter("filename", "line", "name"), event.get("frames", ()))
     size = _SIGNS[event["action"]] * event["size"]
-    return event["time_us"], event["addr"], size, own_line(frames)
+    return float(event["time_us"]), event["addr"], size, own_line(frames)
 
 
 def _annotated_ranges(annotations):
@@ -152,7 +151,7 @@ def read_memory_trace(path: Path, before: Owners, after: Owners) -> MemoryHistor
     for event in trace:
         arguments = event.get("args")
         if event.get("name") == "[memory]" and arguments["Device Type"] == 0:
-            changes.append((event["ts"], arguments["Addr"], arguments["Bytes"], ""))
+            changes.append((float(event["ts"]), arguments["Addr"], arguments["Bytes"], ""))
     ranges = events[events.kind == "range"]
     ranges = ranges[["name"]].assign(**ranges[_TIMES] / 1000)
     alive = {address: size for address, (_, size) in before.items()}
@@ -187,7 +186,6 @@ def _pairs(changes, alive):
         before + changes,
         columns=["start_us", "address", "size_bytes", "code"],
     )
-    events["start_us"] = events.start_us.astype(float)
     events["end_us"] = events.groupby("address").start_us.shift(-1).fillna(np.inf)
     return events[events.size_bytes > 0].reset_index(drop=True)
 

@@ -1,13 +1,11 @@
 """What a process of a training holds at a few moments, by category: around its first update, at a peak."""
 
-import gc
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from labbook.memory.history import CATEGORIES, owners_of, record_memory, stage_peaks
-from labbook.memory.operations import storage_bytes
+from labbook.memory.operations import storage_bytes, tensors_of_python
 from labbook.timing import MIB
 
 Held = dict[str, float]
@@ -34,11 +32,10 @@ def held_at_peak(steps: Any) -> Held:
     steps.model.zero_grad(set_to_none=True)
     # A CPU's trace tells of no tensor that is older than itself.
     is_on_cpu = steps.device.type == "cpu"
-    others = owners_of({"other": _tensors_of_python()}) if is_on_cpu else None
-    history = record_memory(steps, "train_step", others=others)
-    stages = stage_peaks(history)
+    others = owners_of({"other": tensors_of_python()}) if is_on_cpu else None
+    stages = stage_peaks(record_memory(steps, "train_step", others=others))
     peak = stages.loc[stages["total"].idxmax()]
-    held = {category: peak[category] * MIB for category in _LASTING}
+    held = (peak[_LASTING] * MIB).to_dict()
     held["rest"] = peak["total"] * MIB - sum(held.values())
     return held
 
@@ -47,16 +44,7 @@ def held_now(steps: Any) -> Held:
     """Bytes of each category; the rest is what else the GPU's allocator gave out, or Python can find."""
     held = {category: storage_bytes(tensors) for category, tensors in steps.tensors().items()}
     if steps.device.type == "cuda":
-        torch.cuda.synchronize(steps.device)
         total = torch.cuda.memory_stats(steps.device)["requested_bytes.all.current"]
     else:
-        total = storage_bytes(_tensors_of_python())
+        total = storage_bytes(tensors_of_python())
     return held | {"rest": total - sum(held.values())}
-
-
-def _tensors_of_python():
-    """All tensors that Python knows and that have memory of their own."""
-    gc.collect()
-    # Neither a DTensor nor what torch.compile traces with.
-    kinds = (Tensor, torch.nn.Parameter)
-    return [each for each in gc.get_objects() if type(each) in kinds and not each.is_meta]

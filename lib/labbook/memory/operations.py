@@ -1,5 +1,6 @@
 """What operations keep for backward, read and write: found with PyTorch's hooks and modes."""
 
+import gc
 import linecache
 import math
 import re
@@ -57,10 +58,10 @@ def _ours():
 def saved_bytes(forward: Callable, inputs: Iterable[Tensor]) -> tuple[int, int]:
     """Run a forward that records gradients and count what stays until its backward.
 
-    What a Function keeps as an attribute of its ctx, and what a selective checkpoint keeps, autograd does not
-    see: on a CPU it is in neither number.
+    On a CPU with what Python still holds then: attributes of a Function's ctx, results that a selective
+    checkpoint keeps. On a GPU these are in bytes in use alone.
 
-    Returns bytes of the distinct storages that autograd saved; and bytes in use: `inputs`, output and saved
+    Returns bytes of the distinct storages that are saved; and bytes in use: `inputs`, output and saved
     tensors on a CPU, on a GPU what the allocator handed out during the forward, and the inputs.
     """
     inputs = list(inputs)
@@ -68,20 +69,33 @@ def saved_bytes(forward: Callable, inputs: Iterable[Tensor]) -> tuple[int, int]:
 
     def pack(tensor):
         # Detached: an operation that held its own output would never be freed.
-        detached = tensor.detach()
-        saved.append(detached)
-        return detached
+        saved.append(tensor.detach())
+        return saved[-1]
 
     device = inputs[0].device
     on_cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if on_cuda else 0
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = forward()
-    if on_cuda:
-        in_use = torch.cuda.memory_allocated(device) - before + storage_bytes(inputs)
-    else:
-        in_use = storage_bytes(saved + [output] + inputs)
+    gc.freeze()  # what there is now is not found below
+    try:
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = forward()
+        if on_cuda:
+            in_use = torch.cuda.memory_allocated(device) - before + storage_bytes(inputs)
+        else:
+            held = tensors_of_python()
+            saved += [each for each in held if each is not output]
+            in_use = storage_bytes(held + inputs)
+    finally:
+        gc.unfreeze()
     return storage_bytes(saved), in_use
+
+
+def tensors_of_python() -> list[Tensor]:
+    """All tensors that Python knows and that have memory of their own."""
+    gc.collect()
+    # Neither a DTensor nor what torch.compile traces with.
+    kinds = (Tensor, nn.Parameter)
+    return [each for each in gc.get_objects() if type(each) in kinds and not each.is_meta]
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -93,8 +107,8 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
     """The storages that one forward of `module` keeps for backward; each once, whoever saves it again.
 
-    Parameters and buffers are not counted: they are there anyway. Inputs are. As in `saved_bytes`, attributes
-    of a ctx and what a selective checkpoint keeps are not seen.
+    Parameters and buffers are not counted: they are there anyway. Inputs are. Attributes of a ctx and what a
+    selective checkpoint keeps, autograd does not see.
     Returns one row a storage, the largest first: module (path in `module`), operation that saved it first,
     code (see `own_line`), size_bytes.
     """
