@@ -15,9 +15,8 @@ from nbformat import NotebookNode
 from labbook.files import make_folder, write_atomically
 
 HIDE_INPUT = "hide-input"  # tag of a cell whose output is what one reads
-HEADLINE = (
-    "headline"  # tag of the answer that matters most, and of a cell that shows those of others
-)
+# Tag of the answer that matters most, of the picture beside it, and of a cell that shows those of others.
+HEADLINE = "headline"
 IN_SHORT = "in-short"  # tag of the cell that says below the question what was found
 CHECKER = "checker"  # tag of a cell that checks a step of an exercise
 METADATA = {
@@ -45,7 +44,9 @@ def tidy(notebook: NotebookNode) -> NotebookNode:
         cell.metadata = NotebookNode(tags=tags) if tags else NotebookNode()
         if cell.cell_type == "markdown" and (minutes := _MINUTES.search(cell.source)):
             points = int(minutes[1])
-        if HIDE_INPUT in tags:  # JupyterLab folds it; the site does by the tag
+        # JupyterLab folds it; the site does by the tag, not what is tagged hide-input-in-jupyter: a cell that
+        # would show a learner the solution of a step before it.
+        if HIDE_INPUT in str(tags):
             cell.metadata["jupyter"] = NotebookNode(source_hidden=True)
         if has_solution(cell) or CHECKER in tags:
             cell.metadata["nbgrader"] = _nbgrader(cell, points)
@@ -59,7 +60,7 @@ def tidy(notebook: NotebookNode) -> NotebookNode:
 def _nbgrader(cell, points):
     """A solution is written by the learner; a checker is locked, and gives a point a minute of its step."""
     is_checker = not has_solution(cell)
-    metadata = NotebookNode(schema_version=3, grade_id=cell["id"], task=False)
+    metadata = NotebookNode(schema_version=3, grade_id=cell.id, task=False)
     metadata.update(solution=not is_checker, grade=is_checker, locked=is_checker)
     return NotebookNode(metadata, points=points) if is_checker else metadata
 
