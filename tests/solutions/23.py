@@ -89,12 +89,12 @@ WRONG = {
         ],
         "w is read beyond its end": [(", mask=columns < n_columns, other=0.0", "")],
         "x is read beyond its last row": [("(rows[:, None] < n_rows)", "(rows[:, None] >= 0)")],
+        "what is masked of x is anything": [("mask=there, other=0.0", "mask=there")],
     },
     "row_sums_backward": {
         "all programs write to the first line": [("program * n_columns\n", "0 * n_columns\n")],
         "lines lie COLUMNS apart": [("program * n_columns\n", "program * COLUMNS\n")],
         "dw without dy": [("tl.sum(dy * x,", "tl.sum(x,")],
-        "the mean over the rows": [("tl.sum(dy * x, axis=0)", "tl.sum(dy * x, axis=0) / ROWS")],
         "dx is written beyond its last row": [
             ("dy * w, mask=inside", "dy * w, mask=columns[None, :] < n_columns")
         ],

@@ -104,14 +104,16 @@ def check_logsumexp(
     assert_tensor("O", output, q)
     rows = output.shape[:-1]
     saved = [x for x in getattr(output.grad_fn, "saved_tensors", ()) if x.shape == rows]
-    count = len(saved)
-    assert count == 1, f"{count} saved tensors have shape {tuple(rows)}; allowed: exactly one"
+    assert len(saved) == 1, (
+        f"{len(saved)} saved tensors have shape {tuple(rows)}; allowed: exactly one"
+    )
     visible = causal_mask(case.n_queries, case.n_keys, device=q.device)
     scores = q.double() @ k.double().mT / math.sqrt(case.d)
     exact = scores.masked_fill(~visible, -math.inf).logsumexp(-1)
     error = (saved[0].double() - exact).abs().max().item()
-    off = f"the saved logsumexp is off by {error:.2g}; allowed: the natural logarithm"
-    assert error < 1e-2, off
+    assert error < 1e-2, (
+        f"the saved logsumexp is off by {error:.2g}; allowed: the natural logarithm"
+    )
 
 
 def _random_inputs(case, generator, dtype):

@@ -8,6 +8,7 @@ native functions, which take arrays of addresses and of masks.
 import contextlib
 import sys
 from collections.abc import Iterator
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -15,11 +16,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 # Native functions, what they do, and which of their arguments are the addresses and the mask.
-_ACCESSES = {
-    "load": ("loads", 0, 1),
-    "store": ("stores", 0, 2),
-    "atomic_rmw": ("adds", 1, 3),
-}
+_ACCESSES = {"load": ("loads", 0, 1), "store": ("stores", 0, 2), "atomic_rmw": ("adds", 1, 3)}
+
+# While it lasts, the interpreter fills with NaN what a load of floats masks without an `other`: on a GPU that
+# is whatever a register held.
+nan_where_masked = patch("numpy.zeros_like", partial(np.full_like, fill_value=np.nan))
 
 
 @contextlib.contextmanager
@@ -31,18 +32,19 @@ def inside_tensors() -> Iterator[None]:
     """
     interpreter = sys.modules.get("triton.runtime.interpreter")
     name = "kernels"
-    extents: list[tuple[int, int]] = []
+    extents = []
 
     def watched(original, does, addresses, mask):
-        def access(*args, **by_name):
-            places = np.asarray(args[addresses])
-            wanted = np.asarray(args[mask]).astype(bool)
-            outside = _outside(places[np.broadcast_to(wanted, places.shape)], extents)
+        def access(*args):
+            places = args[addresses]
+            # Of a block pointer the mask may be of one dimension.
+            wanted = np.broadcast_to(args[mask], places.shape)
+            outside = _outside(places[wanted.astype(bool)], extents)
             assert not outside, (
                 f"{name} {does} {outside} numbers outside its tensors: is the place right, and are both "
                 "edges masked?"
             )
-            return original(*args, **by_name)
+            return original(*args)
 
         return access
 
@@ -73,7 +75,7 @@ def _outside(places, extents):
     inside = np.zeros(places.shape, bool)
     for first, end in extents:
         inside |= (places >= first) & (places < end)
-    return int(np.sum(~inside))
+    return np.sum(~inside)
 
 
 def _extents(arguments):
