@@ -76,7 +76,6 @@ WRONG = {
             (".clone()", ".float().clone()"),
             ("return total / x.shape[-1]", "return (total / x.shape[-1]).to(x.dtype)"),
         ],
-        "never rounded": [(".clone()", ".float().clone()")],
         "sum by torch": [
             ("x[..., :1].clone()", "x.sum(-1, keepdim=True)"),
             ("range(1, x.shape[-1])", "()"),
@@ -102,6 +101,7 @@ WRONG = {
             ),
         ],
         "not converted": [("x.to(dtype)", "x")],
+        "centred before": [("x.to(dtype)", "(x - x.mean(-1, keepdim=True)).to(dtype)")],
         "squares in float32": [("mean(centred * centred)", "mean(centred.float() ** 2).to(dtype)")],
         "first mean by torch": [("mean(x)", "x.mean(-1, keepdim=True)")],
         "second mean by torch": [
