@@ -33,8 +33,8 @@ CHAPTERS = {  # what the page for teachers says of each besides: what to have re
     "21": "11 | no; times want one",
     "31": "11 | no; times want two",
     "41": "31 | no; times want two",
-    "51": " | no",
-    "61": "21, 41 | two",
+    "51": "31, 43 | no",
+    "61": "16, 25, 43 | two",
 }
 
 
