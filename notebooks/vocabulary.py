@@ -143,6 +143,7 @@ family(  # what memory is used for in training
     gradients       | gradients                | orange
     optimizer state | optimizer state          | sky
     activations     | activations              | green
+    rest            | rest                     | green
     temporary       | temporary                | vermillion
     other           | other                    | grey
     """,
