@@ -201,6 +201,8 @@ family(
     fsdp      | FSDP
     tp        | TP
     tp_halves | TP, two halves
+    weights   | from one process
+    replicas  | between ranks
     """,
 )
 family(  # lines of one page each: 31, 32, 35, 37
@@ -226,7 +228,7 @@ family(  # lines of one page each: 31, 32, 35, 37
 
 def _tokens(count: float) -> str:
     """128, 1K, 16K."""
-    return f"{count // 1024:.0f}K" if count >= 1024 and count % 1024 == 0 else f"{count:g}"
+    return f"{count:g}" if count % 1024 else f"{count // 1024:.0f}K"
 
 
 # Where its own name would not do: a column's name, what stands before its numbers ("warm-up 5"), their form.
@@ -243,7 +245,8 @@ column("batch_size", short="batch")
 column("d_head", "head dimension", "d =")
 column("is_causal", "causal")
 column("num_rows", "rows", text="{:,.0f}".format)
-column("world_size", "processes", "processes")
+column("world_size", "processes")
+column("compared", "comparison")
 column("step_index", "step")
 column("sm_clock_mhz", "SM clock (MHz)")
 column("message_mb", "size of the message (MiB)")
