@@ -40,7 +40,7 @@ from labbook.rows import RowError, run_counts
 from labbook.runs import Record
 
 PROFILES = {"cpu": 0, "gpu": 1, "multi-gpu": 2}  # with the GPUs that each needs
-_START_S = 8  # of a kernel, its imports, the cells before the first rows
+_START_S = 30  # of a kernel, its imports, its steps and answers, on a machine of H200s
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _entries(profile, profiles):
 def estimated_s(job: Job) -> float:
     """Seconds that a job may take, by its last run here, or else on the reference; NaN where neither ran it.
 
-    They are those between the first rows and the last, and what comes before.
+    They are those between the first rows and the last, and `_START_S` for the rest of the page.
     """
     pattern = f"runs/*-{job.notebook.stem[3:]}-*.json"
     here = figures_dir().glob(f"*/{pattern}")
