@@ -163,7 +163,7 @@ def run_batch(jobs: Sequence[Job], folder: Path, *, force: bool = False) -> list
     """
     make_folder(folder, "name one that can: --output FOLDER")
     outcomes = []
-    seconds = [estimated_s(job) for job in jobs]
+    seconds = list(map(estimated_s, jobs))
     with tqdm.tqdm(jobs, unit="notebook", disable=None) as bar:
         for number, job in enumerate(bar):
             bar.set_postfix_str(f"about {np.nansum(seconds[number:]):.0f} s left, {job.name}")

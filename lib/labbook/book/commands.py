@@ -75,7 +75,7 @@ def _run(options):
     profile = options.profile or list(batch.PROFILES)[min(gpus, 2)]
     jobs = batch.jobs(profile, only=options.only, overrides=options.p)
     if options.dry_run:
-        seconds = [batch.estimated_s(job) for job in jobs]
+        seconds = list(map(batch.estimated_s, jobs))
         for job, of_job in zip(jobs, seconds, strict=True):
             print(f"{of_job:6.0f} s  {job.notebook.stem} {job.line()}".replace("nan", "  ?"))
         print(f"{np.nansum(seconds):6.0f} s  for those that are known")

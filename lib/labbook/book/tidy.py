@@ -44,9 +44,9 @@ def tidy(notebook: NotebookNode) -> NotebookNode:
         cell.metadata = NotebookNode(tags=tags) if tags else NotebookNode()
         if cell.cell_type == "markdown" and (minutes := _MINUTES.search(cell.source)):
             points = int(minutes[1])
-        # JupyterLab folds it; the site does by the tag, not what is tagged hide-input-in-jupyter: a cell that
-        # would show a learner the solution of a step before it.
-        if HIDE_INPUT in str(tags):
+        # JupyterLab folds it, by this tag and by hide-input-in-jupyter; the site folds by this one alone. The
+        # other is of a cell that would show a learner the solution of a step before it.
+        if any(HIDE_INPUT in tag for tag in tags):
             cell.metadata["jupyter"] = NotebookNode(source_hidden=True)
         if has_solution(cell) or CHECKER in tags:
             cell.metadata["nbgrader"] = _nbgrader(cell, points)
@@ -60,8 +60,14 @@ def tidy(notebook: NotebookNode) -> NotebookNode:
 def _nbgrader(cell, points):
     """A solution is written by the learner; a checker is locked, and gives a point a minute of its step."""
     is_checker = not has_solution(cell)
-    metadata = NotebookNode(schema_version=3, grade_id=cell.id, task=False)
-    metadata.update(solution=not is_checker, grade=is_checker, locked=is_checker)
+    metadata = NotebookNode(
+        schema_version=3,
+        grade_id=cell.id,
+        task=False,
+        solution=not is_checker,
+        grade=is_checker,
+        locked=is_checker,
+    )
     return NotebookNode(metadata, points=points) if is_checker else metadata
 
 

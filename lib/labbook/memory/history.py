@@ -90,6 +90,7 @@ def owners_of(categories: Mapping[str, Iterable[Tensor]]) -> Owners:
 
 def _recorded(run, steps):
     """The CUDA allocator's snapshot after `run()`, with Python frames and with our ranges as annotations."""
+    torch.cuda.synchronize(steps.device)
     torch.cuda.memory._record_memory_history(
         stacks="python", max_entries=10**7, clear_history=True, global_record_annotations=True
     )
@@ -152,7 +153,7 @@ def read_memory_trace(path: Path, before: Owners, after: Owners) -> MemoryHistor
         arguments = event.get("args")
         if event.get("name") == "[memory]" and arguments["Device Type"] == 0:
             changes.append((float(event["ts"]), arguments["Addr"], arguments["Bytes"], ""))
-    ranges = events[events.kind == "range"]
+    ranges = events.query("kind == 'range'")
     ranges = ranges[["name"]].assign(**ranges[_TIMES] / 1000)
     alive = {address: size for address, (_, size) in before.items()}
     return _history(changes, ranges, before, after, alive)
@@ -242,8 +243,7 @@ def timeline_rows(held: pd.DataFrame) -> list[dict]:
     sizes = held[CATEGORIES]
     has_changed = sizes.ne(sizes.shift(fill_value=0.0))
     has_changed.iloc[-1] |= sizes.iloc[-1] > 0
-    sparse = held.assign(**sizes.where(has_changed))
-    sparse = sparse.rename_axis("point").reset_index()
+    sparse = held.assign(**sizes.where(has_changed)).rename_axis("point").reset_index()
     rows = sparse.melt(["point", "at_ms", "stage"], CATEGORIES, "category", "size_mib").dropna()
     return rows.to_dict("records")
 
@@ -269,8 +269,7 @@ def largest_allocations(history: MemoryHistory) -> pd.DataFrame:
 
     Layers are one (layers.*): the same line makes the same allocation in each of them.
     """
-    allocations = history.allocations
-    allocations = allocations[allocations.start_us > -np.inf]
+    allocations = history.allocations.query("start_us > -@np.inf")
     layers = allocations.range.str.replace(r"\.\d+", ".*", regex=True)
     sizes = allocations.assign(range=layers, size_mib=allocations.size_bytes / MIB)
     counts = sizes.value_counts(["size_mib", "category", "range", "code"]).reset_index()

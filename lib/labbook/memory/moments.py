@@ -31,12 +31,11 @@ def held_at_peak(steps: Any) -> Held:
     # Gradients that are there when the step begins would count as what others hold.
     steps.model.zero_grad(set_to_none=True)
     # A CPU's trace tells of no tensor that is older than itself.
-    is_on_cpu = steps.device.type == "cpu"
-    others = owners_of({"other": tensors_of_python()}) if is_on_cpu else None
+    others = owners_of({"other": tensors_of_python()}) if steps.device.type == "cpu" else None
     stages = stage_peaks(record_memory(steps, "train_step", others=others))
-    peak = stages.loc[stages["total"].idxmax()]
+    peak = stages.loc[stages.total.idxmax()]
     held = (peak[_LASTING] * MIB).to_dict()
-    held["rest"] = peak["total"] * MIB - sum(held.values())
+    held["rest"] = peak.total * MIB - sum(held.values())
     return held
 
 
@@ -44,6 +43,7 @@ def held_now(steps: Any) -> Held:
     """Bytes of each category; the rest is what else the GPU's allocator gave out, or Python can find."""
     held = {category: storage_bytes(tensors) for category, tensors in steps.tensors().items()}
     if steps.device.type == "cuda":
+        torch.cuda.synchronize(steps.device)
         total = torch.cuda.memory_stats(steps.device)["requested_bytes.all.current"]
     else:
         total = storage_bytes(tensors_of_python())

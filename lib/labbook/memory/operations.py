@@ -112,8 +112,10 @@ def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
     Returns one row a storage, the largest first: module (path in `module`), operation that saved it first,
     code (see `own_line`), size_bytes.
     """
-    owned_tensors = chain(module.parameters(), module.buffers())
-    owned = {tensor.untyped_storage().data_ptr() for tensor in owned_tensors}
+    owned = {
+        tensor.untyped_storage().data_ptr()
+        for tensor in chain(module.parameters(), module.buffers())
+    }
     modules = {id(child): name for name, child in module.named_modules()}
     storages = {}
     running = []  # functions of PyTorch, the innermost last
