@@ -39,7 +39,7 @@ from labbook.project import project
 from labbook.rows import RowError, run_counts
 from labbook.runs import Record
 
-PROFILES = {"cpu": 0, "gpu": 1, "multi-gpu": 2}  # with the GPUs that each needs
+PROFILES = {"cpu": 0, "gpu": 1, "multi-gpu": 2, "four-gpus": 4}  # with the GPUs that each needs
 _START_S = 30  # of a kernel, its imports, its steps and answers, on a machine of H200s
 
 

@@ -72,7 +72,8 @@ def _add_run_options(parser):
 def _run(options):
     """execute the notebooks that batch.yaml asks of this machine, where they are not done and unchanged"""
     gpus = torch.cuda.device_count()
-    profile = options.profile or list(batch.PROFILES)[min(gpus, 2)]
+    possible = [name for name in batch.PROFILES if batch.PROFILES[name] <= gpus]
+    profile = options.profile or possible[-1]
     jobs = batch.jobs(profile, only=options.only, overrides=options.p)
     if options.dry_run:
         seconds = list(map(batch.estimated_s, jobs))
@@ -82,10 +83,10 @@ def _run(options):
         return 0
     needed = batch.PROFILES[profile]
     if options.job:
-        names = [job.name for job in jobs]
-        jobs = [job for job in jobs if job.name == options.job]
-        if not jobs:
-            raise BatchError(notebooks.unknown("job", options.job, names))
+        by_name = {job.name: job for job in jobs}
+        if options.job not in by_name:
+            raise BatchError(notebooks.unknown("job", options.job, by_name))
+        jobs = [by_name[options.job]]
         needed = min(needed, 1)
     elif options.cluster:
         return _run_on_slurm(jobs, profile, options)
