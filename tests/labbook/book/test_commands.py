@@ -19,7 +19,8 @@ def folder(tmp_path, write_notebook, monkeypatch, measured_cards):
     for name in ("11_one", "12_two", "00_start_here"):
         write_notebook(tmp_path / f"{name}.ipynb", "print(steps)")
     (tmp_path / "batch.yaml").write_text(
-        "cpu: [{notebook: 11_one}]\ngpu: [{notebook: 12_two}]\nmulti-gpu: []"
+        "cpu: [{notebook: 11_one}]\ngpu: [{notebook: 12_two}]\n"
+        "multi-gpu: []\nfour-gpus: [{notebook: 11_one}]"
     )
     (tmp_path / "book.yaml").write_text("last: [00_start_here]\nneeds: {no_such_package: [12_two]}")
     (tmp_path / "parameters.yaml").write_text("{}")
@@ -49,7 +50,10 @@ def command(*arguments) -> int:
     return commands.main(list(map(str, arguments)))
 
 
-@pytest.mark.parametrize(("gpus", "planned"), [(0, "42 s  11_one"), (1, "? s  12_two"), (2, "0 s")])
+@pytest.mark.parametrize(
+    ("gpus", "planned"),
+    [(0, "42 s  11_one"), (1, "? s  12_two"), (2, "0 s"), (3, "0 s"), (6, "42 s  11_one")],
+)
 def test_the_profile_is_what_the_machine_has_and_its_time_that_of_the_last_run(
     folder, monkeypatch, capsys, gpus, planned
 ):
