@@ -29,10 +29,10 @@ DDP = {
     "rank 1: after wrapping, 'shift' .* Broadcast every": ("dist.broadcast(tensor.data, src=0)", "pass"),
     "rank 1: .* 'shift' ": (", *module.buffers()", ""),
     "'first.weight' has changed before": ("all_reduce(parameter.grad", "all_reduce(parameter.data.div_(4)"),
-    "rank 0, 1: backward waits for 4 of 4 messages.* async_op=True":
+    "rank 1: backward of rank 0 waits for messages.* async_op=True":
         (f"self.handles.append({SEND})", "dist.all_reduce(parameter.grad)"),
-    "rank 0, 1: backward waits for 3 of 4":
-        (DIVIDE, lines(DIVIDE, "if self.handles: self.handles[-1].wait()")),
+    "rank 0: backward of rank 1 waits":
+        (DIVIDE, lines(DIVIDE, "if dist.get_rank(): [each.get_future().wait() for each in self.handles]")),
     "rank 0, 1: all messages leave with the last":
         (DIVIDE, lines("self.held = [*getattr(self, 'held', []), parameter]",
          "if parameter is not self.module.first.weight: return"),
@@ -40,7 +40,7 @@ DDP = {
          lines("for p in self.held: p.grad /= dist.get_world_size()",
          "self.handles += [dist.all_reduce(p.grad, async_op=True) for p in self.held]", "self.held.clear()")),
     "rank 0, 1: no message was seen":
-        (f"self.handles.append({SEND})", "dist.group.WORLD.allreduce([parameter.grad]).wait()"),
+        (f"self.handles.append({SEND})", "self.handles.append(dist.group.WORLD.allreduce([parameter.grad]))"),
     "'rarely.weight' is still this rank's own":
         (DIVIDE, lines("if parameter is self.module.rarely.weight: return", DIVIDE)),
     "frozen parameter 'frozen.weight'": (START, lines(START, "module.requires_grad_()")),

@@ -60,7 +60,6 @@ WRONG = {
                 "            dist.all_reduce(part)",
             )
         ],
-        "the sum": [("        flat /= dist.get_world_size()\n", "")],
         "the mean over the gradients": [("dist.get_world_size()", "len(gradients)")],
         "the mean is not copied back": [("gradient.copy_(part", "gradient = (part")],
         "the first part for all": [("            at += gradient.numel()\n", "")],

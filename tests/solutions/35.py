@@ -87,7 +87,6 @@ WRONG = {
                 "                dist.all_reduce(parameter.grad)\n",
             ),
         ],
-        "the sum": [("        parameter.grad.div_(dist.get_world_size())\n", "")],
         "divides what is on its way": [
             ("        parameter.grad.div_(dist.get_world_size())\n", ""),
             (
@@ -95,6 +94,8 @@ WRONG = {
                 "append(handle)\n        parameter.grad.div_(dist.get_world_size())\n",
             ),
         ],
+        "waits for its future": [("self.handles.append(handle)", "handle.get_future().wait()")],
+        "waits for all ranks": [("append(handle)", "append(handle)\n        dist.barrier()")],
         "asks until it is there": [
             (
                 "append(handle)\n",

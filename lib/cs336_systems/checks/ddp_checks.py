@@ -1,6 +1,8 @@
 """Properties of a data-parallel wrapper, with error messages for its author; FSDP's share most of them."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -8,13 +10,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from cs336_systems.checks.on_ranks import Findings, Property, checker, close, observed, unlike
+from cs336_systems.checks.on_ranks import (
+    Findings,
+    Property,
+    checker,
+    close,
+    from_all,
+    observed,
+    unlike,
+)
 from cs336_systems.model import Embedding, Linear, RMSNorm
-from cs336_systems.traffic import Message
 
 VOCABULARY = 24
 Wrap = Callable[..., nn.Module]
 _STEPS = 4
+# For a backward of milliseconds.
+_PATIENCE = timedelta(seconds=5)
 
 
 @checker
@@ -168,35 +179,51 @@ def wrong_kinds(wrapped: nn.Module, frozen: Sequence[str] = ()) -> Iterator[str]
 def _overlaps(wrap: Wrap) -> Findings:
     module = Toy(0)
     wrapped = wrap(module)
-    made: list[Tensor] = []
+    own_rank = dist.get_rank()
+    made = []
     # Of each message, how many gradients had been made before the one whose hook sends it.
-    ahead: list[int] = []
+    ahead = []
     for parameter in module.parameters():
         if parameter.requires_grad:
             # It is called after the wrapper's own hook.
             parameter.register_post_accumulate_grad_hook(made.append)
 
-    def note(message: Message) -> None:
+    def note(message):
         # Gradients, not flags or an order of what is unused.
         if message.dtype.is_floating_point:
             ahead.append(len(made))
-        # Who asks again and again waits, too.
-        message.is_completed = message.wait
 
-    with observed(note) as early:
-        loss_of(wrapped, dist.get_rank()).backward()
-        on_the_way = len(ahead)
-        waits = sum(message.waits > 0 or not message.is_async for message in early)
-        wrapped.finish_gradient_synchronization()
-    if not ahead:
-        yield "no message was seen. Send gradients with dist.all_reduce(..., async_op=True)."
-    if waits:
-        at_the_end = "keep each handle, and wait() in finish_gradient_synchronization()"
-        yield f"backward waits for {waits} of {len(ahead)} messages. Use async_op=True, {at_the_end}."
-    if on_the_way < len(ahead):
-        yield f"{len(ahead) - on_the_way} of {len(ahead)} messages leave only when backward is over."
-    if ahead[0] == len(made) - 1:
-        yield "all messages leave with the last gradient. Send each as soon as it may leave."
+    store = dist.distributed_c10d._get_default_store()
+    (trial, *_) = from_all(time.monotonic_ns())
+    for first in range(dist.get_world_size()):
+        made.clear()
+        ahead.clear()
+        wrapped.zero_grad()
+        mistake = ""
+        ended = f"{trial}: backward of rank {first}"
+        with observed(note):
+            loss = loss_of(wrapped, own_rank)
+            # Nothing that it waits for, in whichever way, can arrive while the others send nothing.
+            if own_rank != first:
+                try:
+                    store.wait([ended], _PATIENCE)
+                except RuntimeError:
+                    mistake = (
+                        f"backward of rank {first} waits for messages. Use async_op=True, keep each "
+                        "handle, and wait() in finish_gradient_synchronization()."
+                    )
+            loss.backward()
+            store.set(ended, "")
+            on_the_way = len(ahead)
+            wrapped.finish_gradient_synchronization()
+        yield mistake
+        if not ahead:
+            yield "no message was seen. Send gradients with dist.all_reduce(..., async_op=True)."
+        if on_the_way < len(ahead):
+            late = f"{len(ahead) - on_the_way} of {len(ahead)}"
+            yield f"{late} messages leave only when backward is over."
+        if ahead[0] == len(made) - 1:
+            yield "all messages leave with the last gradient. Send each as soon as it may leave."
     yield Property("messages leave during backward, which waits for none")
 
 

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -115,9 +114,9 @@ def _shards(wrap: Wrap) -> Findings:
 def _forward(wrap: Wrap) -> Findings:
     wrapped = wrap(_Layers(seed=0))
     tokens = tokens_of(dist.get_rank(), 0)
-    early = list[str]()
+    early = []
 
-    def before(layer: str, *_: Any) -> None:
+    def before(layer, *_):
         for message in sent:
             if _gathered(message) == layer and not message.waited_for:
                 early.append(layer)
@@ -176,7 +175,7 @@ def _memory(wrap: Wrap) -> Findings:
     reductions = seen["reduce_scatter"]
     still = "the whole weights of these layers still have memory:"
 
-    def whole(collective: str, allowed: int = 0) -> list[str]:
+    def whole(collective, allowed=0):
         """The layers; cycles and Gloo's threads may free some within a second."""
         until = time.monotonic() + 1
         while True:
@@ -186,7 +185,7 @@ def _memory(wrap: Wrap) -> Findings:
             gc.collect()
             time.sleep(0.01)
 
-    def note(message: Message) -> None:
+    def note(message):
         name = message.collective
         layer = _LAYER_OF.get(message.numel)
         if layer and name in ("all_reduce", "reduce"):
@@ -234,14 +233,14 @@ def _memory(wrap: Wrap) -> Findings:
 
 def _prefetch(wrap: Wrap) -> Findings:
     wrapped = wrap(_Layers(seed=0))
-    mistakes: list[str] = []
+    mistakes = []
     # Of a pass: the layers that it has reached, and by layer how many they were when its all-gather started.
-    reached: list[str] = []
-    begun: dict[str, int] = {}
+    reached = []
+    begun = {}
     # Gathered for a layer that has not been reached yet.
-    ahead: dict[str, Message] = {}
+    ahead = {}
 
-    def on_message(message: Message) -> None:
+    def on_message(message):
         layer = _gathered(message)
         if layer:
             begun.setdefault(layer, len(reached))
@@ -251,11 +250,11 @@ def _prefetch(wrap: Wrap) -> Findings:
                     f"the all-gather of {layer!r} is waited for where it starts. Start it with async_op=True."
                 )
 
-    def enter(layer: str, *_: Any) -> None:
+    def enter(layer, *_):
         """Called before the wrapper's own hook."""
         reached.append(layer)
 
-    def before_computing(layer: str, *_: Any) -> None:
+    def before_computing(layer, *_):
         """Called behind it."""
         ahead.pop(layer, None)
         for other, message in ahead.items():
@@ -265,7 +264,7 @@ def _prefetch(wrap: Wrap) -> Findings:
                     "nothing. Before it, wait for its own gather alone."
                 )
 
-    def on_result(layer: str, module: nn.Module, inputs: Any, result: Tensor) -> None:
+    def on_result(layer, module, inputs, result):
         result.register_hook(partial(enter, layer))
         result.register_hook(partial(before_computing, layer))
 

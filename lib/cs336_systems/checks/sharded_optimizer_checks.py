@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from cs336_systems.checks.on_ranks import Findings, Property, checker, from_all, unlike
@@ -71,7 +71,7 @@ def _updates_all(make: Make) -> Findings:
     pair = _Pair(make)
     calls = []
 
-    def closure() -> Tensor:
+    def closure():
         calls.append(torch.is_grad_enabled())
         pair.set_gradients()
         return torch.tensor(3.0)
@@ -90,7 +90,7 @@ def _updates_all(make: Make) -> Findings:
 
 def _has_groups(make: Make) -> Findings:
 
-    def in_two(params: list) -> list[dict]:
+    def in_two(params):
         return [{"params": params[::2], "weight_decay": 0.5}, {"params": params[1::2], "lr": 0.01}]
 
     pair = _Pair(make, groups=in_two)
