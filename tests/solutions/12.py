@@ -78,8 +78,10 @@ WRONG = {
         "not scaled": [(" * q.shape[-1] ** -0.5", "")],
         "scaled by the length": [("q.shape[-1]", "q.shape[-2]")],
         "mask turned round": [("scores, -torch.inf", "-torch.inf, scores")],
-        "masked with zero": [("-torch.inf", "0.0")],
-        "softmax over the queries": [("softmax(-1)", "softmax(-2)")],
+        "scaled in the softmax": [
+            (" * q.shape[-1] ** -0.5", ""),
+            ("scores.softmax", "(scores * q.shape[-1] ** -0.5).softmax"),
+        ],
         "mask in no range": [("        scores = torch", "    scores = torch")],
         "softmax within the scores": [
             (
