@@ -12,7 +12,12 @@ from hypothesis import settings
 from nbformat import v4
 
 import cs336_systems  # noqa: F401  chooses Triton's interpreter, before a module of torch's imports triton
+from cs336_systems.parallel.launch import _PRELOADED
 from labbook.machine import memory_bytes
+
+# Imports take longer than most of what ranks do, and no module is edited while its tests run.
+_PRELOADED += ["cs336_systems.checks", "cs336_systems.training", "labbook.plots", "torch._dynamo"]
+_PRELOADED += ["hypothesis", "pytest"]
 
 # On a busy machine any example may be slow.
 settings.register_profile("without deadline", deadline=None)
@@ -31,7 +36,7 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is marked `gpu` where there is no GPU, and `gpu(n)` where there are fewer than n."""
-    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    seen = torch.cuda.device_count()
     for item in items:
         marker = item.get_closest_marker("gpu")
         needed = (marker.args or (1,))[0] if marker else 0
@@ -67,11 +72,11 @@ def nan_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return make_poisoned
 
-    makers = [(torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")]
-    makers += [(torch.Tensor, "new_empty_strided")]
-    makers += [(guards, "_empty_strided_cpu"), (guards, "_empty_strided_cuda")]
-    for owner, name in makers:
-        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+    makers = {torch: "empty empty_like", torch.Tensor: "new_empty new_empty_strided"}
+    makers[guards] = "_empty_strided_cpu _empty_strided_cuda"
+    for owner, names in makers.items():
+        for name in names.split():
+            monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
     monkeypatch.setattr(
         flash_triton, "_forwards", {}
     )  # what is prepared already knows how to make tensors
