@@ -36,9 +36,12 @@ class Written:
             source = cells[i].source
             if i in checkers or makes(source) & wanted:
                 wanted |= reads(source)
+                if _is_checker(
+                    cells[i]
+                ):  # which reads what it has made, as `check`: others are not run
+                    wanted -= makes(source)
                 if i != place:
-                    side = self.before if i < place else self.after
-                    side.insert(0, source)
+                    (self.before if i < place else self.after).insert(0, source)
 
     def made(self, *changes: str) -> Any:
         """What the cells make under its name, with pieces of them replaced: (piece, instead, piece, ...)."""
@@ -46,7 +49,7 @@ class Written:
         for piece, instead in zip(changes[::2], changes[1::2], strict=True):
             assert piece in source, piece
             source = source.replace(piece, instead)
-        names: dict[str, Any] = {}
+        names = {}
         _run(names, source)
         return names[self.name]
 
@@ -72,13 +75,12 @@ def as_contiguous(x):
 
 def _run(names: dict[str, Any], *sources: str) -> str:
     """What cells print, run as in a notebook: what is defined finds its source, for which Triton asks."""
-    names["__name__"] = "__main__"
-    names["display"] = lambda *shown, **how: None  # IPython's
+    # The latter is IPython's.
+    names |= {"__name__": "__main__", "display": lambda *shown, **how: None}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         for source in sources:
             file = f"<cell {hash(source)}>"
-            code_lines = source.splitlines(keepends=True)
-            linecache.cache[file] = len(source), None, code_lines, file
+            linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
             exec(compile(source, file, "exec"), names)
     return printed.getvalue()
 

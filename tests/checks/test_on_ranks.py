@@ -191,9 +191,10 @@ def failures(group):
 
     number, name, properties, candidates = GROUPS[group]
     solution = written(number, name)
-    jobs = {}
-    for sentence, changes in candidates.items():
-        jobs[sentence] = cloudpickle.dumps((solution.made(*changes), properties))
+    jobs = {
+        sentence: cloudpickle.dumps((solution.made(*changes), properties))
+        for sentence, changes in candidates.items()
+    }
     return launch(try_all, 2, jobs, backend="gloo", timeout_s=200)[0]
 
 

@@ -46,8 +46,9 @@ def candidates() -> list[tuple[str, str, str, str]]:
             cases += [(number, name, "", source) for source in sources]
             wrong = bank(number)["WRONG"][name]
             reasons = list(wrong) if TRY_ALL else list(wrong)[:1]
-            for reason in reasons:
-                cases.append((number, name, reason, changed(sources[0], wrong[reason])))
+            cases += [
+                (number, name, reason, changed(sources[0], wrong[reason])) for reason in reasons
+            ]
     return cases
 
 
