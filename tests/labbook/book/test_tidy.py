@@ -2,13 +2,15 @@
 
 import copy
 import os
-from multiprocessing import forkserver, get_context
+import sys
+from importlib import import_module
+from multiprocessing import get_context
 
 import nbformat
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from traitlets.config import Config
 
 from labbook.book.tidy import CHECKER, IN_SHORT, cleared, has_solution, tidy, write_copies
@@ -43,18 +45,18 @@ WITH_STEPS = [path for path in PATHS if "### BEGIN SOLUTION" in path.read_text(e
 
 @pytest.fixture
 def notebook():
-    output = nbformat.v4.new_output("stream", name="stdout", text="sum: right\n")
+    output = new_output("stream", name="stdout", text="sum: right\n")
     check = new_code_cell(
         "check(Sum)", metadata={"tags": [CHECKER]}, outputs=[output], execution_count=2
     )
     uses = [
         new_code_cell(source) for source in ("found = Sum().total(x)", "print(found)", "print(x)")
     ]
-    return new_notebook(cells=[new_code_cell(SOLUTION, execution_count=1), check] + list(uses))
+    return new_notebook(cells=[new_code_cell(SOLUTION, execution_count=1), check] + uses)
 
 
 def test_a_copy_has_stubs_any_cell_may_raise_and_nothing_shows_what_was_found(notebook):
-    output = nbformat.v4.new_output("stream", name="stdout", text="3\n")
+    output = new_output("stream", name="stdout", text="3\n")
     notebook.cells[-1].outputs = [output]
     card = new_code_cell("card()", outputs=[output])
     in_short = new_markdown_cell("It is 3.", metadata={"tags": [IN_SHORT]})
@@ -69,9 +71,7 @@ def test_a_tidied_notebook_stays_and_a_messy_one_becomes_it(notebook):
     messy = tidy(notebook)
     messy.metadata.papermill = {"duration": 1.5}
     messy.cells[1].metadata |= {"papermill": {"duration": 1}, "collapsed": True}
-    messy.cells[1].outputs = [
-        nbformat.v4.new_output("stream", text=text) for text in ("sum: right", "\n")
-    ]
+    messy.cells[1].outputs = [new_output("stream", text=text) for text in ("sum: right", "\n")]
     before = copy.deepcopy(messy)
     assert tidy(messy) == tidy(tidy(notebook)) == tidy(notebook)
     assert messy == before
@@ -90,8 +90,7 @@ def test_a_copy_that_is_there_stays(notebook, tmp_path):
 
 
 def test_nbgrader_knows_what_to_clear_and_what_to_grade(notebook):
-    task = new_markdown_cell("**Your turn: a sum** *(15 minutes, hard)*. Add.")
-    notebook.cells.insert(0, task)
+    notebook.cells.insert(0, new_markdown_cell("**Your turn: a sum** *(15 minutes, hard)*. Add."))
     solution, check = (cell.metadata["nbgrader"] for cell in tidy(notebook).cells[1:3])
     assert (solution["solution"], solution["grade"]) == (True, False)
     assert (check["solution"], check["grade"], check["locked"]) == (False, True, True)
@@ -99,8 +98,21 @@ def test_nbgrader_knows_what_to_clear_and_what_to_grade(notebook):
     assert solution["grade_id"] != check["grade_id"]
 
 
+launching = import_module("cs336_systems.parallel.launch")
+settle = launching._settle
+
+
+def settle_fork(rank, job):
+    """Leave what captures the output of the cell that has launched this worker."""
+    sys.stdout = sys.__stdout__
+    settle(rank, job)
+
+
 def run_copy(path, told):
     """In a process of its own, send what is wrong with a copy up to its last checker; "" at the end."""
+    # Its workers are forks of it: another server would import all anew.
+    launching._start_method = lambda: get_context("fork")
+    launching._settle = settle_fork
     notebook = nbformat.read(path, as_version=4)
     cells = [cell for cell in cleared(notebook).cells if cell.cell_type == "code"]
     checks = [i for i, cell in enumerate(cells) if CHECKER in cell.metadata["tags"]]
@@ -119,19 +131,11 @@ def run_copy(path, told):
     )
 
 
-@pytest.fixture(scope="module")
-def context():
-    """Of processes that are forks of a server, which has torch already."""
-    forkserver._forkserver._stop()  # another test's has not
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.fsdp", "labbook.plots", "nbformat"])
-    yield context
-    forkserver._forkserver._stop()
-
-
 @pytest.mark.parametrize("path", WITH_STEPS, ids=lambda path: path.stem)
-def test_a_copy_runs_past_its_steps_and_says_not_yet_at_each(path, context):
+def test_a_copy_runs_past_its_steps_and_says_not_yet_at_each(path):
     """As JupyterLab does, it goes on after a cell that raises and is marked as allowed to."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(launching._PRELOADED)
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=run_copy, args=(path, send))
     process.start()
