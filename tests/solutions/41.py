@@ -136,7 +136,7 @@ class AsyncSharded(ShardedStates):
         self.inside.step()
         started = [dist.broadcast(p.detach(), r, async_op=True) for p, r in self.owners.items()]
         while started:
-            started.pop().wait()
+            started.pop().get_future().wait()
         return loss
 """,
     ],
@@ -203,6 +203,5 @@ WRONG = {
             ("        for handle in", "        self.inside.step()\n        for handle in"),
         ],
         "the settings of the beginning": [("inside.update(", "dict(")],
-        "no loss": [("loss = closure()", "closure()")],
     },
 }

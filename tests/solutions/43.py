@@ -96,7 +96,7 @@ class ForwardFSDP(HookedModule):
         first = wanted[0]
         for missing in [weight for weight in wanted if not weight.work]:
             self.start_gather(missing)
-        first.work.wait()
+        first.work.get_future().wait()
         first.sent = None
 """,
     ],
@@ -237,7 +237,8 @@ WRONG = {
             (
                 "here + 3])\n",
                 "here + 3])\n"
-                "        for ahead in self.order[here : here + 3]:\n            ahead.work.wait()\n",
+                "        for ahead in self.order[here : here + 3]:\n"
+                "            while not ahead.work.is_completed():\n                pass\n",
             )
         ],
     },

@@ -33,7 +33,6 @@ WRONG = {
         "all activations are sharded": [("/ N + activations / 2", "/ N + activations / (2 * N)")],
         "what is sharded alone": [("/ N + activations / 2", "/ N")],
         "the states are not sharded": [("sharded / N", "(sharded - states) / N + states")],
-        "all, and one half again": [("states + activations / 2", "states + activations")],
         "of all devices": [("/ N + activations / 2", "+ N * activations / 2")],
     },
     "smallest_backward_batch": {

@@ -197,6 +197,7 @@ def _memory(wrap: Wrap) -> Findings:
                 mistakes.append(
                     "backward waits for the gradient that left last. Wait when newer ones have left."
                 )
+            message.is_completed = message.wait
             seen[name].append(message)
             allowed, mend = _MOST[name]
             held = len(whole(name, allowed))
@@ -243,6 +244,8 @@ def _prefetch(wrap: Wrap) -> Findings:
     def on_message(message):
         layer = _gathered(message)
         if layer:
+            # Who asks again and again waits, too.
+            message.is_completed = message.wait
             begun.setdefault(layer, len(reached))
             ahead[layer] = message
             if not message.is_async:
