@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pandas as pd
-import torch
 
 from labbook import code
-from labbook.machine import gpu_of
+from labbook.machine import gpu_of, versions
 from labbook.rows import run_counts
 from labbook.runs import Record, load_run
 
@@ -48,12 +47,12 @@ def _point(row, keys):
 
 
 def rows_of(now: Mapping[str, str], rows: pd.DataFrame, machine: str) -> pd.DataFrame:
-    """The rows of a machine that all of this code measured, with this torch, on its present card."""
+    """The rows of a machine that all of this code measured, with these versions, on its present card."""
     # Cards of one name and another memory or socket share a folder.
-    here = (torch.__version__, gpu_of(machine))
+    here = versions() | {"gpu": gpu_of(machine)}
     runs = []
     for name in rows["run"].unique():
         run = load_run(machine, name)
-        if now and (run.torch, run.gpu) == here and not code.changed(now, run.code):
+        if now and here.items() <= vars(run).items() and not code.changed(now, run.code):
             runs.append(name)
     return rows[rows["run"].isin(runs)]

@@ -157,8 +157,13 @@ def family_of(values: Iterable[Hashable], column: str | None) -> dict[Hashable, 
 
 
 def ordered(values: Iterable[Hashable], column: str | None = None) -> list:
-    """The distinct values in the order a reader expects: small before large, forward before backward."""
-    distinct = [value for value in dict.fromkeys(values) if not pd.isna(value)]
+    """The distinct values in the order a reader expects: small before large, forward before backward.
+
+    Raises ValueError: one is missing, and what has no place would vanish from a picture.
+    """
+    distinct = list(dict.fromkeys(values))
+    if any(map(pd.isna, distinct)):
+        raise ValueError(f"a row has no {column}; drop it, or fill it in")
     family = family_of(distinct, column)
     if family:
         order = [named.label for named in family.values()]

@@ -1,7 +1,8 @@
 """The ordinary plots, drawn from rows: lines, bars, stacks, spans. Equal rows, equal ones.
 
 Each takes title, subtitle, xlabel and ylabel too, see `figure.plot`; `facet` is a column whose values get a
-panel each. Two rows in one place (x, hue, facet) are refused: the ValueError names their difference.
+panel each. Two rows in one place (x, hue, facet) are refused: the ValueError names their difference; so is
+one without a place.
 """
 
 import textwrap
@@ -30,8 +31,9 @@ _OUTLINE = withStroke(linewidth=2, foreground=PAPER)
 
 def _with_hue(frame, hue):
     """The rows with `_hue`, by which they are told apart, and a colour for each of its values."""
-    colors = palette(frame[hue], hue) if hue else {"": BLUE}
-    return frame.assign(_hue=frame[hue] if hue else ""), colors
+    # pandas would make a series of columns that have no name.
+    colors = palette(frame[hue], hue) if hue else {"all": BLUE}
+    return frame.assign(_hue=frame[hue] if hue else "all"), colors
 
 
 @plot
@@ -67,8 +69,9 @@ def lines(
         panels[0][0].set_ylim(bottom=0)
     legend = _legend(colors, hue, partial(Line2D, [], [], marker="o"))
     if has_band:
-        label = "band: 20th to 80th percentile"
-        legend.append(Patch(color=MUTED, alpha=0.32, linewidth=0, label=label))
+        legend.append(
+            Patch(color=MUTED, alpha=0.32, linewidth=0, label="band: 20th to 80th percentile")
+        )
     return Drawing(chart, legend, column_label(x), column_label(y))
 
 
@@ -76,8 +79,10 @@ def _legend(colors, column, entry=Patch):
     """An entry for each value of the column; none without a column."""
     if column is None:
         return []
-    named = labels.named_value
-    return [entry(color=color, label=named(column, value)) for value, color in colors.items()]
+    return [
+        entry(color=color, label=labels.named_value(column, value))
+        for value, color in colors.items()
+    ]
 
 
 def _visible(colors, shares):
@@ -98,7 +103,7 @@ def _has_band(frame, y):
 
 
 def _draw_lines(axes, rows, y, colors, *, has_band):
-    points = rows.dropna(subset=["_x", y]).sort_values("_x").groupby("_hue")
+    points = rows.dropna(subset=[y]).sort_values("_x").groupby("_hue")
     marker = "" if (points.size() > _MANY_POINTS).any() else "o"
     line_of = dict(iter(points))
     # The first of the legend is drawn last, on top.

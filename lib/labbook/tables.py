@@ -65,9 +65,7 @@ def pivot(
 
 def _labelled(values):
     """The labels of a column, which sort as a reader expects."""
-    distinct = ordered(values, values.name)
-    if values.isna().any():
-        distinct.append(None)
+    distinct = ordered(values.dropna(), values.name) + [None] * values.hasnans
     categories = dict.fromkeys(value_label(each, values.name) for each in distinct)
     labels = [value_label(value, values.name) for value in values]
     return pd.Categorical(labels, list(categories), ordered=True)

@@ -12,7 +12,7 @@ from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
 from labbook import bars, lines, spans, stacked_bars
-from labbook.style import BLUE, GREEN, PURPLE, VERMILLION
+from labbook.style import BLUE, GREEN, VERMILLION
 
 BY_CONTEXT = {"x": "context_length", "hue": "implementation"}
 PLAIN = BLUE.lower()
@@ -112,12 +112,15 @@ def test_rows_in_one_place_are_refused(rows):
     for draw in (lines, bars):
         with pytest.raises(ValueError, match=r"differ in .*batch_size"):
             draw(both, **BY_CONTEXT)
+        with pytest.raises(ValueError, match="no implementation"):
+            draw(rows[:1].assign(implementation=None), **BY_CONTEXT)
 
 
 def test_bars_have_their_values(rows):
     chart = bars(rows, **BY_CONTEXT)
     assert np.nan_to_num(heights(chart)[PLAIN]).tolist() == [1.0, 4.0, 0.0]
     assert heights(chart)[COMPILED] == [0.5, 1.0, 8.0]
+    assert heights(bars(rows[:1], "context_length"))[PLAIN] == [1.0]
     assert {"4.00", "8.00", "OOM"} <= texts(chart)
 
 
@@ -159,17 +162,6 @@ def test_spans_are_boxes_on_their_lanes_with_names_where_they_fit():
     assert boxes(chart, GREEN) == [[2, 5, 0.6, 1.4]]
     late = spans(frame, "lane", "class", text="name", between=(6, 9))
     assert lanes(late) == ["host"]
-
-
-def test_two_sides_of_a_lane_touch():
-    rows = [
-        ("a", "compute", "backward", 0, 8),
-        ("a", "communication", "copies", 8, 9),
-    ]
-    columns = ["step", "lane", "doing", "start_ms", "end_ms"]
-    frame = pd.DataFrame(rows, columns=columns)
-    chart = spans(frame, "step", "doing", side="lane")
-    assert boxes(chart, PURPLE) == [[8, 9, 0, 0.4]]
 
 
 def test_what_is_exposed_lies_over_what_was_hidden_and_what_cannot_be_seen_is_not_in_the_legend():

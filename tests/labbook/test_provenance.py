@@ -76,7 +76,7 @@ def test_rows_are_not_repeated_when_todays_code_measured_them(monkeypatch):
     ].tolist() == ["a"]
     assert evidence.rows_of({}, rows, MACHINE).empty
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "__version__", "99")
+        patch.setattr(evidence, "versions", lambda: {"triton": "99"})
         assert evidence.rows_of(CODE, rows, MACHINE).empty
     monkeypatch.setattr(evidence, "gpu_of", lambda _: "the same with more memory")
     assert evidence.rows_of(CODE, rows, MACHINE).empty

@@ -3,8 +3,9 @@
     torchrun --nnodes=2 --nproc-per-node=4 --node-rank=$THIS_NODE --master-addr=$FIRST_NODE -m \\
         cs336_systems.parallel your_module:worker --arguments '{"steps": 5}'
 
-What rank 0 sends is printed as it comes, and then what it returns, each as a line of JSON; what is no JSON is
-there as Python shows it.
+What rank 0 sends is printed as it comes, and then what it returns, each as a line of JSON; values that JSON
+lacks are there as Python shows them. The keys of dictionaries have to be text or numbers: others, a tuple
+or a dtype, are a TypeError, as what contains itself is a ValueError.
 """
 
 import argparse

@@ -74,6 +74,9 @@ def watch_collectives(
 ) -> Iterator[list[Message]]:
     """A list that fills with the collectives called inside, by whoever calls them as dist.all_reduce(...).
 
+    It has all-reduces, broadcasts, and all-gathers and reduce-scatters of one tensor. Others are called and
+    not noted: sends, all-to-alls, coalesced ones; without `checks` reduces and those of lists, too.
+
     Args:
         send: False leaves them out: every buffer stays as it is. What is then computed is wrong, but takes
             the time that it takes with nothing sent.

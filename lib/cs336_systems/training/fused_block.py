@@ -207,7 +207,11 @@ _PARTS += [model.RMSNorm, model.SwiGLU] + 3 * [model.Linear]
 
 
 def use_fused_blocks(lm: model.TransformerLM) -> model.TransformerLM:
-    """`use_fused_kernels(lm)`, and a backward by hand in its blocks; FSDP then gathers W3 next to W1."""
+    """`use_fused_kernels(lm)`, and a backward by hand in its blocks; FSDP then gathers W3 next to W1.
+
+    Under a mode of PyTorch's, as a counter of operations is, blocks compute as `model` wrote them; a
+    checkpointed forward and its backward have to be under the same (see `run_fused`).
+    """
     for layer in use_fused_kernels(lm).layers:
         if getattr(layer, "run", None) is run_block:
             layer.run = run_fused

@@ -4,7 +4,6 @@ Each job, a notebook with parameters, leaves its executed notebook and its outco
 """
 
 import hashlib
-import importlib.metadata
 import json
 import math
 import re
@@ -35,6 +34,7 @@ from labbook.book.notebooks import (
     unknown,
 )
 from labbook.files import figures_dir, make_folder, read_record, write_record
+from labbook.machine import versions
 from labbook.project import project
 from labbook.rows import RowError, run_counts
 from labbook.runs import Record
@@ -223,12 +223,11 @@ def _row_count(job, folder):
 
 
 def _code(job):
-    """What the outcome of a job depends on, by name: parameters, torch, and the code behind what it saves."""
+    """What the outcome of a job depends on, by name: parameters, versions, the code behind its rows."""
     parameters = notebooks.read_parameters(nbformat.read(job.notebook, as_version=4))
     values = {name: parameter.default for name, parameter in parameters.items()} | job.parameters
     texts = {f"parameter {name}": json.dumps(value) for name, value in values.items()}
-    texts["torch"] = importlib.metadata.version("torch")
-    return texts | code.of_notebook(job.notebook)
+    return texts | versions() | code.of_notebook(job.notebook)
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:

@@ -113,9 +113,12 @@ def _reason(source, output, parameters):
     except Exception as error:  # DeadKernelError: Kernel died, and others
         return f"{type(error).__name__}: {error}"
     # papermill takes sys.exit(0) for success.
-    code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
-    if any(cell.execution_count is None for cell in code):
-        return "it ended before its last cell: sys.exit(0)?"
+    if any(
+        "SystemExit" in output.values()
+        for cell in notebook.cells
+        for output in cell.get("outputs", ())
+    ):
+        return "it ended before its last line: sys.exit(0)?"
     return ""
 
 

@@ -2,7 +2,6 @@
 
 import gc
 import linecache
-import math
 import re
 import sys
 from collections import Counter
@@ -25,7 +24,10 @@ from labbook.project import project
 
 _NOTHING_MOVES = ("empty", "new_empty")  # memory is reserved and left as it is
 _GATHERS = ("embedding", "index", "index_select", "gather")  # read only as much as they write
-_OVERWRITE = ("copy_", "fill_", "zero_")  # do not read what they replace
+# Do not read `self`: they replace it, or take only its shape.
+_IGNORES_SELF = re.compile(
+    r"(_foreach_)?(copy|fill|zero|normal|uniform|random|bernoulli)_|new_.*|.*_like"
+)
 
 
 def _register_flops(name, factor, query):
@@ -33,8 +35,8 @@ def _register_flops(name, factor, query):
     packet = getattr(torch.ops.aten, name)
 
     def formula(*shapes, **_):
-        keys = shapes[query + 1][-2] if len(shapes[query + 1]) > 1 else 1
-        return factor * math.prod(shapes[query]) * keys
+        keys = ((1,) + shapes[query + 1])[-2]  # 1 of a vector
+        return factor * shapes[query].numel() * keys
 
     if packet not in flop_registry:
         register_flop_formula(packet)(formula)
@@ -101,7 +103,7 @@ def tensors_of_python() -> list[Tensor]:
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind some tensors, each counted once."""
     storages = map(Tensor.untyped_storage, tensors)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
@@ -113,8 +115,7 @@ def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
     code (see `own_line`), size_bytes.
     """
     owned = {
-        tensor.untyped_storage().data_ptr()
-        for tensor in chain(module.parameters(), module.buffers())
+        tensor.untyped_storage()._cdata for tensor in chain(module.parameters(), module.buffers())
     }
     modules = {id(child): name for name, child in module.named_modules()}
     storages = {}
@@ -130,7 +131,7 @@ def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        address = storage.data_ptr()
+        address = storage._cdata  # unlike data_ptr() also of meta tensors
         if address not in owned and address not in storages:
             stack = []  # the innermost module; found without hooks, which would send fused blocks another way
             for frame, line in walk_stack(sys._getframe()):
@@ -205,18 +206,19 @@ def operations_of(function: Callable) -> list[Operation]:
                 changed = [each for each in changed if each.name != "grads"]
             packet = operation.overloadpacket
             name = packet.__name__
-            read = _sizes((args, kwargs))
+            given = _sizes(arguments)
             written = _sizes(result) | _sizes([arguments.get(each.name) for each in changed])
-            is_view = written.keys() <= read.keys() and not schema.is_mutable
+            is_view = written.keys() <= given.keys() and not schema.is_mutable
             if is_view or name.startswith(_NOTHING_MOVES):
                 return result
-            replaced = {each.name for each in changed if each.is_out or name in _OVERWRITE}
-            if replaced:
-                read = _sizes([arguments[each] for each in arguments.keys() - replaced])
-            in_bytes = read.total()
+            replaced = {each.name for each in changed if each.is_out}
+            if _IGNORES_SELF.fullmatch(name):
+                replaced.add("self")
+            in_bytes = _sizes([arguments[each] for each in arguments.keys() - replaced]).total()
             if name in _GATHERS:
                 in_bytes = min(in_bytes, written.total())
-            formula = flop_registry.get(packet)
+            # That of addmm is addmm_'s, too.
+            formula = flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_"), packet))
             flops = formula(*args, **kwargs, out_val=result) if formula else 0
             operations.append(Operation(name, flops, in_bytes + written.total()))
             return result
@@ -241,7 +243,7 @@ def sum_of_rooflines_ms(
 
 
 def _sizes(tree):
-    """Bytes of the distinct elements by storage: what is expanded, or given twice, passes once."""
+    """Bytes by storage, at most all of it: what is expanded, or given twice as a whole, passes once."""
     sizes = Counter()
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):

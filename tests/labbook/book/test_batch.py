@@ -307,12 +307,12 @@ def test_an_error_is_one_line_and_the_notebook_is_kept(tmp_path, write_notebook)
     ("code", "said"),
     [
         ("import os; os.kill(os.getpid(), 9)", "died"),
-        ("import sys; sys.exit(0)", "it ended before its last cell: sys.exit(0)?"),
+        ("import sys; sys.exit(0)", "it ended before its last line: sys.exit(0)?"),
         ("import os, time; os.kill(os.getppid(), 9); time.sleep(9)", "killed by SIGKILL, perhaps"),
     ],
 )
 def test_what_ends_half_way_is_an_error(tmp_path, write_notebook, code, said):
-    source = write_notebook(tmp_path / "01_a.ipynb", code, "print('measured')")
+    source = write_notebook(tmp_path / "01_a.ipynb", f"{code}\nprint('measured')")
     outcome = execute(source, tmp_path / "out.ipynb", {})
     assert outcome.status == "error"
     assert said in outcome.reason

@@ -7,7 +7,13 @@ from torch import nn
 from cs336_systems.attention import ATTENTION
 from cs336_systems.configs import model_size
 from cs336_systems.model import build_model
-from labbook.memory import operations_of, saved_bytes, saved_for_backward, sum_of_rooflines_ms
+from labbook.memory import (
+    operations_of,
+    saved_bytes,
+    saved_for_backward,
+    storage_bytes,
+    sum_of_rooflines_ms,
+)
 from labbook.memory.operations import Operation
 
 FLOAT = 4
@@ -49,7 +55,8 @@ def flops(function):
         (lambda x: x[:, :10] + x[:, 10:], 600 + 300),  # halves of one tensor are both read
         (lambda x: x.view(600).unsqueeze(0).expand(2, 600), 0),
         (lambda x: x.mul_(2), 2 * 600),  # in place: reads what it changes, and not what it replaces
-        (lambda x: x.zero_(), 600),
+        (lambda x: torch._foreach_zero_([x]), 600),
+        (torch.zeros_like, 600),
         (lambda x: x.copy_(empty(30, 20)), 2 * 600),
         (looked_up, 2 * 5 * 20),
         (lambda x: torch.mm(x, x.T, out=empty(30, 30)), 600 + 900),
@@ -95,6 +102,7 @@ def test_fused_attention_and_products_with_vectors_have_flops(name):
     vector = v[0, 0, 0]
     assert flops(lambda: matrix @ vector) == 2 * 32 * 16
     assert flops(lambda: vector.vdot(vector)) == 2 * 16
+    assert flops(lambda: torch.empty(32, 32).addmm_(matrix, matrix.T)) == product
 
 
 def test_each_operation_waits_for_its_own_bottleneck():
@@ -117,19 +125,18 @@ def x():
 
 
 def test_shared_storages_count_once_and_parameters_never():
-    twice = nn.Linear(8, 8, bias=False)
+    twice = nn.Linear(8, 8, bias=False, device="meta")
     w = twice.weight
     twice.forward = lambda x: x.exp() + (x @ w) * (x.view(2, 4, 8) @ w).view(8, 8)
-    x = torch.randn(8, 8, requires_grad=True)
+    x = empty(8, 8, requires_grad=True)
     saved = saved_for_backward(twice, x)
     # x is saved by both products; exp and the product of products save their results and operands.
     assert saved.size_bytes.tolist() == [256] * 4
     assert set(saved.operation) == {"exp", "matmul", "mul"}
+    assert storage_bytes([x, w, x]) == 512
 
 
 def test_a_view_counts_as_the_storage_it_keeps_alive():
-    saved = saved_for_backward(nn.Tanh(), torch.randn(4))
-    assert saved.empty, "nothing requires a gradient, nothing is saved"
     x = torch.randn(100, requires_grad=True)
     sliced = nn.Module()
     sliced.forward = lambda x: x[:2].sin()
