@@ -186,7 +186,12 @@ def test_a_picture_does_not_follow_the_users_style(rows):
 
 @pytest.mark.parametrize("left_out", [0, 1, 2])
 def test_zeros_are_on_logarithmic_axes(left_out):
-    points = [(0.0, 9.0), (1.0, 0.0), (10.0, 4.0), (100.0, 6.0)]
+    points = [
+        (0.0, 9.0),
+        (1.0, 0.0),
+        (10.0, 4.0),
+        (100.0, 6.0),
+    ]
     del points[left_out]
     rows = pd.DataFrame(points, columns=["bucket_size_mb", "p50_ms"])
     axes = lines(rows, "bucket_size_mb").axes[0]
