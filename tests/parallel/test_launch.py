@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from cs336_systems.parallel import WorkerError, backends_here, launch, stream
-from cs336_systems.parallel.__main__ import main
+from cs336_systems.parallel.__main__ import _send, main
 
 # For scripts in processes of their own, which import launch_workers, too.
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent)] + sys.path)}
@@ -213,6 +213,11 @@ def test_torchrun_runs_the_same_worker_on_two_nodes():
     rows = ['{"case": 1}', '{"no JSON": "torch.float32"}', "[[10, 0], [11, 1], [12, 0], [13, 1]]"]
     assert printed[0].splitlines() == rows
     assert printed[1] == ""
+
+
+def test_what_json_lacks_is_sent_as_python_shows_it(capsys):
+    _send({(1, 2): Path()})
+    assert "{(1, 2): PosixPath('.')}" in capsys.readouterr().out
 
 
 def test_the_command_line_says_that_it_needs_torchrun(monkeypatch, capsys):

@@ -4,19 +4,27 @@
         cs336_systems.parallel your_module:worker --arguments '{"steps": 5}'
 
 What rank 0 sends is printed as it comes, and then what it returns, each as a line of JSON; values that JSON
-lacks are there as Python shows them. The keys of dictionaries have to be text or numbers: others, a tuple
-or a dtype, are a TypeError, as what contains itself is a ValueError.
+lacks are there as Python shows them, and all of a value with a key that is a tuple, or that holds itself.
 """
 
 import argparse
 import json
 import os
 import pkgutil
-from typing import Any
 
 import torch.distributed as dist
 
 from cs336_systems.parallel.launch import BACKENDS, join
+
+
+def _send(value):
+    """Print a value as a line of JSON."""
+    try:
+        line = json.dumps(value, default=repr)
+    except (TypeError, ValueError):
+        line = json.dumps(repr(value))
+    # What comes later may fail.
+    print(line, flush=True)
 
 
 def main() -> None:
@@ -28,11 +36,7 @@ def main() -> None:
     if "RANK" not in os.environ:
         parser.error("there is no RANK in the environment: start it with torchrun")
 
-    # Flushed, as what comes later may fail.
-    def send(value: Any) -> None:
-        print(json.dumps(value, default=repr), flush=True)
-
-    context = join(options.backend, send, timeout_s=600)
+    context = join(options.backend, _send, timeout_s=600)
     result = options.worker(context, **options.arguments)
     if result is not None:
         context.send(result)
