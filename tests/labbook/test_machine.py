@@ -55,7 +55,7 @@ def test_the_card_describes_this_machine_and_nobody(measured_cards, figures):
     [
         ("NVIDIA H200", "", 1, "my-h200"),
         ("NVIDIA H200", "", 2, "my-h200-x2"),
-        ("NVIDIA H200", "", 4, "h200-x4"),
+        ("NVIDIA H200", "", 8, "h200-x8"),
         ("NVIDIA A100-SXM4-80GB", "", 1, "a100"),
         ("none", "Intel(R) Core(TM) i7-8650U CPU @ 1.90GHz", 1, "cpu-intel-core-i7-8650u-8-cores"),
         ("none", "AMD EPYC 9654 96-Core Processor", 1, "cpu-amd-epyc-9654-8-cores"),
