@@ -36,9 +36,8 @@ class Written:
             source = cells[i].source
             if i in checkers or makes(source) & wanted:
                 wanted |= reads(source)
-                if _is_checker(
-                    cells[i]
-                ):  # which reads what it has made, as `check`: others are not run
+                # A checker reads what it has made, as `check`: others are not run.
+                if _is_checker(cells[i]):
                     wanted -= makes(source)
                 if i != place:
                     (self.before if i < place else self.after).insert(0, source)
