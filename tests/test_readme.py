@@ -29,10 +29,10 @@ COMMANDS = TEXT + "".join(
 TEACHING = (REPOSITORY / "TEACHING.md").read_text(encoding="utf-8")
 CHAPTERS = {  # what the page for teachers says of each besides: what to have read, and its GPUs
     "11": " | no; times want one",
-    "16": "11 | no; times want one",
+    "16": "15 | no; times want one",
     "21": "11 | no; times want one",
     "31": "11 | no; times want two",
-    "41": "31 | no; times want two",
+    "41": "35, 36 | no; times want two",
     "51": "31, 43 | no",
     "61": "16, 25, 43 | two",
 }
