@@ -160,7 +160,7 @@ family(  # the parts of attention
     "part",
     """
     scores          | scores                   | blue
-    scale and mask  | scale and mask           | vermillion
+    scale and mask  | scale, mask, copies      | vermillion
     softmax         | softmax                  | green
     values          | values                   | orange
     """,
