@@ -100,5 +100,6 @@ install_torch || die "no build of torch for this machine could be installed (rea
 say "installing the workbook and what it stands on"
 "$python" -m pip install -qq -c "$others" -e '.[dev,site]' || die "pip failed (reason above); make continues where it stopped"
 "$python" lib/cs336_systems/versions.py
+"$python" -m pip check >/dev/null || say "versions that do not belong together: $("$python" -m pip check)"
 printf '%s' "$wanted gpu=$gpu" >"$stamp"
 say "ready: $("$python" -c 'import sys, torch; print("Python", sys.version.split()[0] + ", torch", torch.__version__)')"

@@ -9,8 +9,8 @@ but Python's own: importing torch takes seconds.
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, requires, version
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 
 # Oldest and newest. pyproject.toml has the oldest alone: pip would refuse what nobody has tried.
 TRIED = {
@@ -53,15 +53,6 @@ def untried(versions: Mapping[str, str]) -> str:
     return f"newer than what the workbook was tried with: {', '.join(newer)}" if newer else ""
 
 
-def mismatched(requirements: Iterable[str], triton: str) -> str:
-    """A sentence if torch requires another triton than this, or nothing. CPU builds require none."""
-    for requirement in requirements:
-        wanted = re.match(r"triton *[=~]= *(\d+\.\d+)", requirement)
-        if wanted and _numbers(wanted[1]) != _numbers(triton)[:2]:
-            return f"triton {triton} does not belong to this torch, which wants {wanted[1]}: make setup"
-    return ""
-
-
 def _numbers(number):
     """Of "2.15.0a0+cu132" 2, 15, 0."""
     return tuple(map(int, re.findall(r"\d+", number)[:3]))
@@ -71,10 +62,7 @@ def main():
     versions = installed()
     if message := too_old(versions):
         sys.exit(f"set-up: {message}")
-    messages = [untried(versions)]
-    if "triton" in versions:
-        messages.append(mismatched(requires("torch") or [], versions["triton"]))
-    for message in filter(None, messages):
+    if message := untried(versions):
         print(f"set-up: {message}")
 
 

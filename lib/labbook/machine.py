@@ -147,7 +147,7 @@ def _describe(device, several):
         "gpu_memory_gib": None,
         "sm_count": None,
         "cpu": _cpu_model(),
-        "cores": _core_count(),
+        "cores": core_count(),
         "memory_gib": round(memory_bytes() / GIB, 1),
     }
     gpus = 1
@@ -168,7 +168,7 @@ def _cpu_model():
     return model[1].strip() if model else platform.processor() or platform.machine()
 
 
-def _core_count():
+def core_count() -> int:
     """The cores that this process may use; macOS tells only how many there are."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

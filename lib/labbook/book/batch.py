@@ -6,12 +6,14 @@ Each job, a notebook with parameters, leaves its executed notebook and its outco
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import product
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -133,10 +135,11 @@ def _entries(profile, profiles):
                 )
 
 
-def estimated_s(job: Job) -> float:
+def estimated_s(job: Job, at_once: int = 1) -> float:
     """Seconds that a job may take, by its last run here, or else on the reference; NaN where neither ran it.
 
-    They are those between the first rows and the last, and `_START_S` for the rest of the page.
+    They are those between the first rows and the last, and `_START_S` for the rest of the page, which some
+    have at once.
     """
     pattern = f"runs/*-{job.notebook.stem[3:]}-*.json"
     here = figures_dir().glob(f"*/{pattern}")
@@ -149,24 +152,31 @@ def estimated_s(job: Job) -> float:
         record = read_record(path, Record)
         if job.parameters.items() <= record.parameters.items():
             first, last = map(datetime.fromisoformat, record.measured_at)
-            return (last - first).total_seconds() + _START_S
+            return (last - first).total_seconds() + _START_S / at_once
     return math.nan
 
 
-def run_batch(jobs: Sequence[Job], folder: Path, *, force: bool = False) -> list[Outcome]:
+def run_batch(
+    jobs: Sequence[Job], folder: Path, *, force: bool = False, at_once: int = 1
+) -> list[Outcome]:
     """Execute jobs, leaving out what is done and unchanged; a failing notebook does not stop the others.
 
     Each ends as `<name>.ipynb` and `.json` in the folder, so that a killed run continues where it was. Of two
     runs at once one waits for what the other executes. `force` executes also what is done.
+    at_once: how many notebooks; a cell that measures waits until no other runs.
     Raises PermissionError: the folder cannot be written to.
-    Raises KeyboardInterrupt: Ctrl-C; what was running has ended.
+    Raises KeyboardInterrupt: Ctrl-C; what was running ends with this process.
     """
     make_folder(folder, "name one that can: --output FOLDER")
+    if at_once > 1:
+        os.environ["LABBOOK_ROOM"] = str(folder / ".room")  # of the kernels
+    seconds = {job.name: estimated_s(job, at_once) for job in jobs}
     outcomes = []
-    seconds = list(map(estimated_s, jobs))
-    with tqdm.tqdm(jobs, unit="notebook", disable=None) as bar:
-        for number, job in enumerate(bar):
-            bar.set_postfix_str(f"about {np.nansum(seconds[number:]):.0f} s left, {job.name}")
+    with tqdm.tqdm(total=len(jobs), unit="notebook", disable=None) as bar:
+
+        def finish(job):
+            left_s = np.nansum(list(seconds.values()))
+            bar.set_postfix_str(f"about {left_s:.0f} s left, {job.name}")
             with filelock.FileLock(folder / f".{job.name}.lock"):
                 outcome = load_outcome(folder / f"{job.name}.json")
                 reason = reason_to_run(job, folder)
@@ -175,7 +185,14 @@ def run_batch(jobs: Sequence[Job], folder: Path, *, force: bool = False) -> list
                 if reason or force:
                     outcome = _run(job, folder)
                     bar.write(summary([outcome]))
-            outcomes.append(outcome)
+            del seconds[job.name]
+            bar.update()
+            return outcome
+
+        for is_last in (False, True):  # it shows what the others found
+            same = [job for job in jobs if notebooks.is_last(job.notebook.stem) == is_last]
+            with ThreadPool(at_once) as pool:  # Ctrl-C does not wait for its threads
+                outcomes += pool.map(finish, same, chunksize=1)
     return outcomes
 
 

@@ -19,7 +19,7 @@ from labbook.book.map import put_in_short
 from labbook.book.notebooks import BatchError
 from labbook.book.tidy import tidy, write_copies
 from labbook.files import figures_dir, make_folder, write_atomically
-from labbook.machine import machine_card
+from labbook.machine import core_count, machine_card
 from labbook.project import project
 from labbook.timing import one_line
 
@@ -75,13 +75,15 @@ def _run(options):
     possible = [name for name in batch.PROFILES if batch.PROFILES[name] <= gpus]
     profile = options.profile or possible[-1]
     jobs = batch.jobs(profile, only=options.only, overrides=options.p)
+    needed = batch.PROFILES[profile]
+    # Steps and plots share the cores; on a CPU alone, a kernel that starts would disturb what is measured.
+    at_once = min(4, 1 + core_count() // 4) if needed else 1
     if options.dry_run:
-        seconds = list(map(batch.estimated_s, jobs))
+        seconds = [batch.estimated_s(job, at_once) for job in jobs]
         for job, of_job in zip(jobs, seconds, strict=True):
             print(f"{of_job:6.0f} s  {job.notebook.stem} {job.line()}".replace("nan", "  ?"))
         print(f"{np.nansum(seconds):6.0f} s  for those that are known")
         return 0
-    needed = batch.PROFILES[profile]
     if options.job:
         by_name = {job.name: job for job in jobs}
         if options.job not in by_name:
@@ -102,7 +104,7 @@ def _run(options):
     folder = options.output.resolve() / card.slug
     if options.force:
         os.environ["LABBOOK_AGAIN"] = "1"  # for the rows, too
-    outcomes = batch.run_batch(jobs, folder, force=options.force)
+    outcomes = batch.run_batch(jobs, folder, force=options.force, at_once=at_once)
     # The site of all jobs is made by the command that waits for them.
     return _report(outcomes, [] if options.job else [folder])
 

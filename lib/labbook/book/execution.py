@@ -39,7 +39,7 @@ class Outcome:
 def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Outcome:
     """Execute a notebook with this Python; `output` is replaced when it has ended, well or with an error.
 
-    Its folder is the kernel's working directory. Ctrl-C ends everything that was started here.
+    Its folder is the kernel's working directory. Everything that is started here ends with this process.
     """
     partial = output.with_name(f".{output.name}")  # left by a kill, replaced by the next run
     started = time.perf_counter()
@@ -52,12 +52,7 @@ def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Outcome:
         text=True,
         start_new_session=True,  # Ctrl-C is for this process
     )
-    try:
-        reason = process.communicate()[0]
-    except BaseException:
-        _kill_tree(process.pid)
-        partial.unlink(missing_ok=True)
-        raise
+    reason = process.communicate()[0]
     if process.returncode < 0:  # it could not say why
         reason = f"killed by {signal.Signals(-process.returncode).name}, perhaps out of memory"
     elif process.returncode:

@@ -1,13 +1,39 @@
-"""IPython extension of the kernels of a batch: one ends when it has tidied up.
+"""IPython extension of the kernels of a batch.
 
-To take torch down, module by module, lasts seconds more.
+A cell that measures runs alone; others run beside those of other kernels. A kernel ends when it has tidied
+up: to take torch down, module by module, lasts seconds more.
 """
 
 import atexit
+import fcntl
 import os
+import sys
 from typing import Any
 
 
 def load_ipython_extension(shell: Any) -> None:
     """Called by IPython before the first cell: what is registered first is called last."""
     atexit.register(os._exit, 0)
+    if room := os.environ.get("LABBOOK_ROOM"):
+        take_turns(shell, os.open(room, os.O_CREAT | os.O_RDWR))
+
+
+def take_turns(shell: Any, room: int) -> None:
+    """Let a cell that measures wait for those of other kernels, and these for it.
+
+    room: a file that is open; its lock goes with the process. Others may go before who waits, until all that
+        they have left is to measure.
+    """
+
+    def begin(info):
+        code = sys.modules.get("labbook.code")  # without it nothing is measured
+        measures = code and any(each.tables for each in code.statements(info.raw_cell))
+        fcntl.flock(room, fcntl.LOCK_EX if measures else fcntl.LOCK_SH)
+
+    def end(result):
+        if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # another may measure memory
+        fcntl.flock(room, fcntl.LOCK_UN)
+
+    shell.events.register("pre_run_cell", begin)
+    shell.events.register("post_run_cell", end)

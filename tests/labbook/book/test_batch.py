@@ -2,18 +2,22 @@
 
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
+from functools import partial
+from types import SimpleNamespace
 
 import nbformat
 import psutil
 import pytest
 
-from labbook.book import batch, notebooks
+from labbook.book import batch, kernel, notebooks
 from labbook.book.batch import BatchError, Job
 from labbook.book.execution import Outcome, execute
 from labbook.project import project
@@ -166,6 +170,50 @@ def test_a_failure_does_not_stop_the_rest_and_is_done_again(jobs, executed, tmp_
     batch.run_batch(jobs[:1], folder, force=True)
     assert executed[4:] == ["11_nb"]
     assert "steps=12\n    cell [1]: Bad: <luck>" in batch.summary(outcomes)
+
+
+def test_some_run_at_once_and_the_last_comes_last(
+    jobs, executed, tmp_path, write_notebook, monkeypatch
+):
+    execute = batch.execute
+    both = threading.Barrier(2, timeout=30)
+
+    def waiting(source, *arguments):
+        if source.stem != "00_start_here":
+            both.wait()
+        return execute(source, *arguments)
+
+    monkeypatch.setattr(batch, "execute", waiting)
+    last = Job(write_notebook(tmp_path / "00_start_here.ipynb"))
+    outcomes = batch.run_batch([last] + jobs[:2], tmp_path / "runs", at_once=2)
+    assert [outcome.status for outcome in outcomes] == ["ok", "error", "ok"]
+    assert executed[2] == "00_start_here"
+
+
+def test_who_measures_waits_for_who_runs_a_cell_and_others_for_it(tmp_path):
+    def cell(source):
+        """The hooks of a kernel, begun with a cell; the thread that begins it, and how it ends."""
+        hooks = {}
+        events = SimpleNamespace(register=hooks.__setitem__)
+        room = os.open(tmp_path / "room", os.O_CREAT | os.O_RDWR)
+        kernel.take_turns(SimpleNamespace(events=events), room)
+        begin = partial(hooks["pre_run_cell"], SimpleNamespace(raw_cell=source))
+        thread = threading.Thread(target=begin, daemon=True)
+        thread.start()
+        thread.join(0.5)
+        return thread, partial(hooks["post_run_cell"], None)
+
+    (one, end_one), (two, end_two) = cell("x = 1"), cell("x = 2")
+    measuring, end_measuring = cell("page.measure('times', cases, setup)")
+    assert [each.is_alive() for each in (one, two, measuring)] == [False, False, True]
+    end_one()
+    end_two()
+    measuring.join(30)
+    another, _ = cell("x = 3")
+    assert [each.is_alive() for each in (measuring, another)] == [False, True]
+    end_measuring()
+    another.join(30)
+    assert not another.is_alive()
 
 
 def test_what_cannot_run_is_skipped_with_its_reason_and_the_last_is_never_done(
