@@ -9,7 +9,7 @@ from torch.autograd import gradcheck
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from cs336_systems.functional import cross_entropy, rms_norm, silu, softmax
+from cs336_systems.functional import cross_entropy, rms_norm, rotary, silu, softmax
 
 sizes = st.integers(1, 6)
 shapes = st.lists(sizes, min_size=1, max_size=4)
@@ -50,6 +50,18 @@ def test_rms_norm_survives_squares_that_float16_cannot_hold():
     assert_close(result.float(), expected, rtol=2e-3, atol=2e-3)
 
 
+def test_rotary_turns_pairs_as_complex_numbers_turn():
+    x = normal((3, 8), seed=1)
+    angles = normal((3, 4), seed=2)
+    turns = torch.exp(1j * angles)
+    pairs = x.unflatten(-1, (4, 2))
+    turned = turns * torch.view_as_complex(pairs)
+    expected = torch.view_as_real(turned)
+    cos = angles.cos()
+    sin = angles.sin()
+    assert_close(rotary(x, cos, sin), expected.flatten(-2))
+
+
 def test_softmax_of_masked_and_of_huge_scores_but_not_of_integers():
     masked = torch.tensor([0.0, -torch.inf, 0.0])
     huge = torch.tensor([3e38, 0.0, -3e38])
@@ -69,7 +81,11 @@ def test_gradients_are_those_of_the_functions():
     assert gradcheck(cross_entropy, (x, targets))
 
 
-@given(shape=st.lists(sizes, max_size=3), seed=seeds, scale=st.sampled_from([0.0, 1.0, 1e30]))
+@given(
+    shape=st.lists(sizes, max_size=3),
+    seed=seeds,
+    scale=st.sampled_from([0.0, 1.0, 1e30]),
+)
 def test_cross_entropy_is_torchs_whatever_the_logits(shape, seed, scale):
     logits = normal(shape + [40], seed, scale)
     logits = logits.float()

@@ -38,3 +38,13 @@ def test_fits_on_the_borders():
     assert superlinear.latency_s == superlinear.half_bandwidth_bytes == 0
     falling = fit_alpha_beta([1e6, 1e7], [2e-3, 1e-3])
     assert falling.bandwidth_gbps == falling.half_bandwidth_bytes == float("inf")
+
+
+def test_no_line_through_one_size_or_a_time_of_nothing():
+    same_size = [1e6, 1e6]
+    no_time = [0, 1e-3]
+    refused = "allowed: two sizes or more, times above 0"
+    with pytest.raises(ValueError, match=refused):
+        fit_alpha_beta(same_size, [1e-3, 2e-3])
+    with pytest.raises(ValueError, match=refused):
+        fit_alpha_beta([1e6, 1e7], no_time)
