@@ -30,9 +30,9 @@ def attention_in_ranges(q, k, v, visible):
 def attention_in_ranges(q, k, v, visible):
     with nvtx.annotate("scores"):
         scores = torch.einsum("...qd,...kd->...qk", q / q.shape[-1] ** 0.5, k)
-        scores = scores.masked_fill(visible.logical_not(), -torch.inf)
+        scores.masked_fill_(visible.logical_not(), -torch.inf)
     with nvtx.annotate("softmax"):
-        weights = functional.softmax(scores, dim=-1)
+        weights = (scores - scores.logsumexp(-1, keepdim=True)).exp_()
     with nvtx.annotate("values"):
         return torch.einsum("...qk,...kd->...qd", weights, v)
 """,
@@ -58,7 +58,7 @@ def kernels_of(kernels, opened):
 """,
         """
 def kernels_of(kernels, opened):
-    low, high = opened.start_ns, opened.end_ns
+    low, high = opened["start_ns"], opened["end_ns"]
     return kernels.query("@low <= launch_ns <= @high")
 """,
     ],
@@ -76,6 +76,11 @@ WRONG = {
     },
     "attention_in_ranges": {
         "not scaled": [(" * q.shape[-1] ** -0.5", "")],
+        "three dimensions only": [("k.mT", "k.transpose(1, 2)")],
+        "queries scaled in place": [
+            ("q @ k.mT * q", "q.mul_(q"),
+            ("** -0.5\n", "** -0.5) @ k.mT\n"),
+        ],
         "scaled by the length": [("q.shape[-1]", "q.shape[-2]")],
         "mask turned round": [("scores, -torch.inf", "-torch.inf, scores")],
         "scaled in the softmax": [
@@ -99,6 +104,7 @@ WRONG = {
             ('f"--output={report}", *program', '*program, f"--output={report}"')
         ],
         "a report of its own name": [("={report}", "=report")],
+        "always Python": [("*program", '"python", *program[1:]')],
         "the program as one word": [("*program", '" ".join(program)')],
         "words of the program split": [("*program", '*" ".join(program).split()')],
     },

@@ -1,8 +1,10 @@
-"""In Triton's interpreter an access outside a kernel's tensors is an AssertionError, before it happens.
+"""In Triton's interpreter what goes wrong on a GPU goes wrong, too.
 
+An access outside a kernel's tensors is an AssertionError, before it happens.
 On a CPU such a store overwrites whatever the allocator keeps there, and ends the process, a notebook's kernel
 too. Pointers, block pointers and tensor descriptors are watched where all of them end: in the interpreter's
-native functions, which take arrays of addresses and of masks.
+native functions, which take arrays of addresses and of masks. And of float32 tl.dot multiplies ten bits, as
+tensor cores do, unless it is told otherwise.
 """
 
 import contextlib
@@ -25,7 +27,7 @@ nan_where_masked = patch("numpy.zeros_like", partial(np.full_like, fill_value=np
 
 @contextlib.contextmanager
 def inside_tensors() -> Iterator[None]:
-    """Interpreted kernels cannot reach beyond the tensors they are given.
+    """Interpreted kernels cannot reach beyond the tensors they are given, and multiply in TF32 by default.
 
     It is not for kernels that take addresses from integers. In another interpreter than the one that is known
     here kernels run unwatched.
@@ -55,9 +57,17 @@ def inside_tensors() -> Iterator[None]:
         extents = _extents(arguments)
         return arguments
 
+    def dot(builder, a, b, acc, precision, *rest):
+        if precision.name == "TF32":
+            a = _in_ten_bits(a)
+            b = _in_ten_bits(b)
+        return dot_of_triton(builder, a, b, acc, precision, *rest)
+
     with contextlib.ExitStack() as patches:
         try:
             native = interpreter._interpreter
+            builder = interpreter.InterpreterBuilder
+            dot_of_triton = builder.create_dot
             to_host_of_triton = interpreter.GridExecutor._init_args_hst
             accesses = {
                 access: watched(getattr(native, access), *places)
@@ -67,8 +77,15 @@ def inside_tensors() -> Iterator[None]:
             pass
         else:
             patches.enter_context(patch.multiple(native, **accesses))
+            patches.enter_context(patch.object(builder, "create_dot", dot))
             patches.enter_context(patch.object(interpreter.GridExecutor, "_init_args_hst", to_host))
         yield
+
+
+def _in_ten_bits(x):
+    """What TF32 keeps of an operand; one of 16 bits has no more."""
+    bits = np.float32(x.data).view(np.uint32) & 0xFFFFE000
+    return type(x)(bits.view(np.float32), x.dtype)
 
 
 def _outside(places, extents):
@@ -85,6 +102,6 @@ def _extents(arguments):
         # Of a descriptor or a wrapper: its tensor.
         x = getattr(leaf, "base", leaf)
         if isinstance(x, Tensor) and x.numel():
-            last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
-            extents.append((x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()))
+            last = x[(-1,) * x.ndim]
+            extents.append((x.data_ptr(), last.data_ptr() + x.element_size()))
     return extents

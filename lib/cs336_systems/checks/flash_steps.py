@@ -3,8 +3,6 @@
 The kernels here only carry tensors to the functions that are being written, and back.
 """
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -16,13 +14,12 @@ from cs336_systems.checks.attention_checks import AttentionCase, check_attention
 from cs336_systems.checks.exercise import StepCheck
 
 Device = str | torch.device
-_TILE = 16  # tl.dot takes 16 at least
 _LOG2_E = 1.4426950408889634
 
 
-def _random_tiles(count, device, seed=0):
-    generator = random_on(device, seed)
-    return torch.randn(count, _TILE, _TILE, generator=generator, device=device, dtype=torch.float32)
+def _random_tiles(count, device):
+    """Of 16 by 16, the smallest that tl.dot takes."""
+    return torch.randn(count, 16, 16, generator=random_on(device, 0), device=device)
 
 
 @triton.jit
@@ -34,18 +31,17 @@ def _visit_kernel(
     o_ptr,
     lse_ptr,
     scale_log2,
+    tiles,
     visit: tl.constexpr,
-    TILES: tl.constexpr,
-    N: tl.constexpr,
 ):
-    rows = tl.arange(0, N)
-    square = rows[:, None] * N + rows
+    rows = tl.arange(0, 16)
+    square = rows[:, None] * 16 + rows
     q = tl.load(q_ptr + square)
-    m = tl.full([N], -float("inf"), tl.float32)
-    total = tl.zeros([N], tl.float32)
-    acc = tl.zeros([N, N], tl.float32)
-    for tile in range(TILES):
-        place = tile * N * N + square
+    m = tl.full([16], -float("inf"), tl.float32)
+    total = tl.zeros([16], tl.float32)
+    acc = tl.zeros([16, 16], tl.float32)
+    for tile in range(tiles):
+        place = tile * 256 + square
         k = tl.load(k_ptr + place)
         v = tl.load(v_ptr + place)
         visible = tl.load(visible_ptr + place) != 0
@@ -61,83 +57,96 @@ def check_visit(check: StepCheck, visit: JITFunction, device: Device = "cpu") ->
     m, total and acc. scale_log2 is the scale of the scores times log2(e): exponentials are powers of two.
     """
 
-    def agrees(tiles, scale=0.25, hide=None, hidden=-1):
-        q = _random_tiles(1, device)
-        k = _random_tiles(tiles, device, seed=1)
-        v = _random_tiles(tiles, device, seed=2)
-        visible = torch.ones_like(k, dtype=torch.int32)
-        if hide:
-            visible[hidden, :, hide] = 0
+    def agrees(tiles, scale=0.25, hide=slice(0), hidden=-1, shift=0.0):
+        q, k, v = _random_tiles(1 + 2 * tiles, device).split((1, tiles, tiles))
+        q[..., 0] = shift
+        k[..., 0] = 1.0
+        visible = torch.ones_like(k)
+        visible[hidden, :, hide] = 0
         output = torch.full_like(q[0], torch.nan)
-        lse = torch.empty_like(q[0, 0])
-        _visit_kernel[1,](q, k, v, visible, output, lse, scale * _LOG2_E, visit, tiles, _TILE)
+        _visit_kernel[1,](q, k, v, visible, output, q.clone(), scale * _LOG2_E, tiles, visit)
         scores = (scale * q @ k.mT).masked_fill(visible == 0, -torch.inf)
         weights = scores.movedim(0, 1).flatten(1).softmax(-1)
         # A maximum that is not the scores' own gives the same output, if sum and output share it.
         return torch.allclose(output, weights @ v.flatten(0, 1), rtol=1e-3, atol=1e-4)
 
-    together = "do total and acc both shrink by exp2(m - m_new)?"
-    first = "is each row's maximum subtracted before exp2?"
-    empty = "exp2(-inf - -inf) is NaN: while the maximum is -inf, subtract 0"
-    check("one tile is a softmax", agrees(1), "p = exp2(s * scale_log2 - m_new)")
-    check("each further tile corrects the sums", agrees(5, 2.0), together)
+    check("one tile is a softmax", agrees(1), "p = exp2(s * scale_log2 - m_new); no TF32")
+    check(
+        "each further tile corrects the sums",
+        agrees(5, 2.0),
+        "do total and acc both shrink by exp2(m - m_new)?",
+    )
     hide = slice(1, None)
     weigh_nothing = agrees(2, hide=hide) and agrees(2, 100.0, hide)
     check("hidden keys weigh nothing", weigh_nothing, "are they -inf before the maximum?")
-    check("large scores stay finite", agrees(2, 100.0), first)
-    check("a first tile may be hidden", agrees(2, hide=slice(None), hidden=0), empty)
+    check(
+        "large scores stay finite",
+        agrees(2, 100.0),
+        "is each row's maximum subtracted before exp2?",
+    )
+    check(
+        "a first tile may be hidden",
+        agrees(2, hide=slice(None), hidden=0, shift=-500.0),
+        "exp2(-inf - -inf) is NaN: while m is -inf subtract 0, but return -inf",
+    )
 
-    q, k, v = _random_tiles(3, device)
-    lse = torch.empty_like(q[0])
-    seen = torch.ones_like(q, dtype=torch.int32)
+    q, k, v = _random_tiles(3, device).bfloat16()
+    seen = torch.ones(16, 16, device=device)
+    output = torch.empty_like(seen)
+    lse = torch.empty_like(seen[0])
     # The scale is 1, which m may leave out.
-    _visit_kernel[1,](q, k, v.bfloat16(), seen, torch.empty_like(q), lse, 1.0, visit, 1, _TILE)
-    wanted = (q @ k.T / _LOG2_E).logsumexp(-1) * _LOG2_E
+    _visit_kernel[1,](q, k, v, seen, output, lse, 1.0, 1, visit)
+    wanted = (q.float() @ k.float().T / _LOG2_E).logsumexp(-1) * _LOG2_E
     is_exact = torch.allclose(lse, wanted, rtol=1e-5, atol=1e-5)
-    check("total stays float32", is_exact, "add up p before it is rounded to v's type")
-    ones = torch.ones_like(v).bfloat16()
-    ones[0] = 256  # with the others 271, which bfloat16 does not have
-    _visit_kernel[1,](0 * q, k, ones, seen, q, lse, 1.0, visit, 1, _TILE)
-    check("acc stays float32", (q == 271 / 16).all(), "p is rounded, nothing else")
+    check("total stays float32", is_exact, "round neither s, nor p before it is added up")
+    v.fill_(1)
+    v[0] = 256  # with the others 271, which bfloat16 does not have
+    _visit_kernel[1,](0 * q, k, v, seen, output, lse, 1.0, 1, visit)
+    check("acc stays float32", (output == 271 / 16).all(), "p is rounded, nothing else")
 
 
 @triton.jit
 def _mask_kernel(
-    seen_ptr, row, key, n_keys, visible: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr
+    seen_ptr,
+    row,
+    key,
+    n_keys,
+    visible: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):
-    places = tl.arange(0, N)
+    places = tl.arange(0, 16)
     column = places[:, None]
-    # A mask of one row, without CAUSAL, is broadcast to (N, N).
+    # A mask of one row, without CAUSAL, is broadcast to (16, 16).
     seen = visible(row + places, key + places, n_keys, CAUSAL) & (column >= 0)
-    tl.store(seen_ptr + column * N + places, seen.to(tl.int32))
+    tl.store(seen_ptr + column * 16 + places, seen.to(tl.int32))
 
 
 def check_mask(check: StepCheck, visible: JITFunction, device: Device = "cpu") -> None:
     """Properties of `visible(rows, keys, n_keys, CAUSAL)`: true where a row may see a key."""
 
     def agrees(first_row, first_key, n_keys, causal):
-        seen = torch.full((_TILE, _TILE), -1, dtype=torch.int32, device=device)
-        _mask_kernel[1,](seen, first_row, first_key, n_keys, visible, causal, _TILE)
-        rows = first_row + torch.arange(_TILE, device=device)[:, None]
-        keys = first_key + torch.arange(_TILE, device=device)
+        places = torch.arange(16, device=device)
+        rows = first_row + places[:, None]
+        keys = first_key + places
+        seen = torch.full_like(rows + keys, -1)
+        _mask_kernel[1,](seen, first_row, first_key, n_keys, visible, causal)
         wanted = (keys < n_keys) & ((rows >= keys) | (not causal))
         return torch.equal(seen.bool(), wanted)
 
-    alone = "without CAUSAL nothing else is hidden"
-    itself = "rows[:, None] >= keys: it sees itself"
     check("keys beyond the last are hidden", agrees(0, 16, 20, False), "keys < n_keys")
-    check("otherwise every key is seen", agrees(0, 0, 64, False), alone)
-    check("causal: no key after the row", agrees(16, 16, 64, True), itself)
+    check(
+        "otherwise every key is seen",
+        agrees(0, 0, 64, False),
+        "without CAUSAL nothing else is hidden",
+    )
+    check("causal: no key after the row", agrees(16, 16, 64, True), "a row sees itself")
     check("causal: every key before the row", agrees(48, 16, 64, True), "the other way round?")
     check("both at once", agrees(16, 16, 20, True), "the two conditions with &")
 
 
 @triton.jit
 def _gradients_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    do_ptr,
+    tiles_ptr,
     visible_ptr,
     lse_ptr,
     delta_ptr,
@@ -145,14 +154,13 @@ def _gradients_kernel(
     ds_ptr,
     scale,
     gradients: tl.constexpr,
-    N: tl.constexpr,
 ):
-    rows = tl.arange(0, N)
-    square = rows[:, None] * N + rows
-    q = tl.load(q_ptr + square)
-    k = tl.load(k_ptr + square)
-    v = tl.load(v_ptr + square)
-    do = tl.load(do_ptr + square)
+    rows = tl.arange(0, 16)
+    square = rows[:, None] * 16 + rows
+    q = tl.load(tiles_ptr + square)
+    k = tl.load(tiles_ptr + 256 + square)
+    v = tl.load(tiles_ptr + 512 + square)
+    do = tl.load(tiles_ptr + 768 + square)
     lse = tl.load(lse_ptr + rows)
     delta = tl.load(delta_ptr + rows)
     visible = tl.load(visible_ptr + square) != 0
@@ -166,27 +174,28 @@ def check_gradients(check: StepCheck, gradients: JITFunction, device: Device = "
 
     q, k, v, do (16, 16), lse, delta (16,), visible (16, 16) of bool -> P, dS (16, 16); S = scale * q k^T.
     """
-    scale = 0.25
-    q, k, v, do = _random_tiles(4, device)
-    # Hidden from all rows but the last: its exponentials overflow.
-    q[:, 0] = 1.0
-    k[-1, 0] = 1e3
-    seen = torch.ones_like(q, dtype=torch.bool).tril()
-    scores = (scale * q @ k.T).masked_fill(~seen, -torch.inf).requires_grad_()
-    weights = scores.softmax(-1)
-    output = weights @ v
-    (d_scores,) = torch.autograd.grad(output, scores, do)
-    lse = scores.detach().logsumexp(-1)
-    delta = (do * output.detach()).sum(-1)
-    p = torch.full_like(q, torch.nan)
-    ds = torch.full_like(q, torch.nan)
-    _gradients_kernel[1,](q, k, v, do, seen.int(), lse, delta, p, ds, scale, gradients, _TILE)
+    for dtype in (torch.float32, torch.bfloat16):
+        tiles = _random_tiles(4, device).to(dtype)
+        # Hidden from all rows but the last: its exponentials overflow.
+        tiles[0, :, 0] = 1.0
+        tiles[1, -1, 0] = 1e3
+        q, k, v, do = tiles.float()
+        seen = torch.ones_like(q).tril() > 0
+        scores = (0.25 * q @ k.T).masked_fill(~seen, -torch.inf).requires_grad_()
+        weights = scores.softmax(-1)
+        output = weights @ v
+        (d_scores,) = torch.autograd.grad(output, scores, do)
+        lse = scores.detach().logsumexp(-1)
+        delta = (do * output.detach()).sum(-1)
+        p = torch.full_like(q, torch.nan)
+        ds = torch.full_like(q, torch.nan)
+        _gradients_kernel[1,](tiles, seen.float(), lse, delta, p, ds, 0.25, gradients)
 
-    is_p = torch.allclose(p[seen], weights[seen], 1e-3, 1e-5)
-    check("P = exp(S - L)", is_p, "scaled s, log2(e) in exp2?")
-    check("hidden scores have none", not p[~seen].any(), "is a hidden score -inf before exp2?")
-    is_ds = torch.allclose(ds, d_scores, 1e-3, 1e-4)
-    check("dS is its derivative", is_ds, "p * (dp - delta), dp = dO V^T")
+        is_p = torch.allclose(p[seen], weights[seen], 1e-3, 1e-5)
+        check(f"P = exp(S - L), from {dtype}", is_p, "scaled s, log2(e) in exp2, ieee?")
+        check("hidden scores have none", not p[~seen].any(), "is a hidden score -inf before exp2?")
+        is_ds = torch.allclose(ds, d_scores, 1e-3, 1e-4)
+        check("dS is its derivative", is_ds, "p * (dp - delta), dp = dO V^T, all in float32")
 
 
 # Each a property, by its name.
@@ -201,19 +210,19 @@ _CASES = (
 
 def check_forward(check: StepCheck, attention: AttentionFunction, device: Device = "cpu") -> None:
     """Properties of `attention(q, k, v, is_causal)`, forward only."""
-    _tell_cases(check, attention, _CASES, device=device, backward=False)
+    _tell_cases(check, attention, device=device, backward=False)
 
 
 def check_backward(check: StepCheck, attention: AttentionFunction, device: Device = "cpu") -> None:
     """Properties of the gradients of `attention(q, k, v, is_causal)`, and of the logsumexp kept for them."""
     _tell(check, "keeps one logsumexp a row", check_logsumexp, attention, device=device)
-    _tell_cases(check, attention, _CASES, device=device)
-    in_16 = [replace(_CASES[0], name="16 bits")]
-    _tell_cases(check, attention, in_16, dtype=torch.half, device=device)
+    _tell_cases(check, attention, device=device)
+    asked = {"cases": _CASES[:1], "dtype": torch.half, "device": device, "seed": 0}
+    _tell(check, "16 bits", check_attention, attention, **asked)
 
 
-def _tell_cases(check, attention, cases, **options):
-    for case in cases:
+def _tell_cases(check, attention, **options):
+    for case in _CASES:
         _tell(check, case.name, check_attention, attention, cases=[case], seed=0, **options)
 
 
