@@ -20,7 +20,6 @@ from matplotlib.ticker import (
     LogLocator,
     MaxNLocator,
     NullLocator,
-    SymmetricalLogLocator,
 )
 from PIL import Image
 
@@ -91,9 +90,9 @@ def plot(draw: Callable) -> Callable:
         **options,
     ):
         with in_style():
-            drawing = None if frame.empty else draw(frame, *args, **options)
-            if drawing is None:
+            if frame.empty:
                 return _with_header(_empty_chart(), (), title, "")
+            drawing = draw(frame, *args, **options)
             _label_axes(drawing.chart, xlabel or drawing.xlabel, ylabel or drawing.ylabel)
             return _with_header(drawing.chart, drawing.legend, title, subtitle)
 
@@ -123,8 +122,9 @@ def _with_header(chart, handles, title, subtitle):
     subheading = _heading(chart, subtitle, 117, **_SUBTITLE)
     legend = _legend(chart, handles) if handles else None
     # Inches from the upper edge to the top of each part.
-    below_heading = _EDGE + _TITLE_LINE * _line_count(heading)
-    below_subheading = below_heading + (0.06 + _SUBTITLE_LINE * _line_count(subheading))
+    below_heading = _EDGE + _TITLE_LINE * len(heading.get_text().splitlines())
+    below_subheading = below_heading + 0.06
+    below_subheading += _SUBTITLE_LINE * len(subheading.get_text().splitlines())
     height = panels + below_subheading
     if legend:
         height += legend.get_window_extent().height / chart.dpi + 0.04
@@ -139,14 +139,10 @@ def _with_header(chart, handles, title, subtitle):
     return chart
 
 
-def _line_count(heading):
-    return len(heading.get_text().splitlines())
-
-
 def _heading(chart, text, columns, **font):
     """The text at the left, in lines of so many characters, or as many fewer as do not run off."""
     heading = chart.text(_EDGE / WIDTH, 0, textwrap.fill(text, columns), **font)
-    while _runs_off(heading, chart):
+    while _runs_off(heading):
         columns -= 1
         heading.set_text(textwrap.fill(text, columns))
     return heading
@@ -157,13 +153,13 @@ def _legend(chart, handles):
     for columns in range(len(handles), 0, -1):
         legend = chart.legend(handles=handles, ncols=columns)
         legend.set_in_layout(False)
-        if columns == 1 or not _runs_off(legend, chart):
+        if columns == 1 or not _runs_off(legend):
             return legend
         legend.remove()
 
 
-def _runs_off(artist, chart):
-    return artist.get_window_extent().width >= (WIDTH - 2 * _EDGE) * chart.dpi
+def _runs_off(artist):
+    return artist.get_window_extent().width >= (WIDTH - 2 * _EDGE) * artist.figure.dpi
 
 
 def sheet(
@@ -184,8 +180,8 @@ def sheet(
     for axes in grid[len(values) :]:
         axes.remove()
     for axes, value in zip(grid, values, strict=False):
-        axes.set_title(named_value(facet, value) if facet else "")
-        axes.tick_params(axis="x", labelsize=9 if columns == 3 else 10)
+        if facet:
+            axes.set_title(named_value(facet, value))
     panels = [frame[frame[facet] == value] if facet else frame for value in values]
     return chart, list(zip(grid, panels, strict=False))
 
@@ -207,26 +203,18 @@ def x_ticks(axes: Axes, column: str, values: pd.Series, *, log: bool) -> None:
 
 def log_y(axes: Axes, values: pd.Series) -> None:
     """A logarithmic y axis with plain numbers, more of them where it spans little."""
-    positive = values[values > 0]
-    if positive.empty:
-        axes.set_yticks([])
-        return
-    subs = (1, 2, 5) if positive.max() <= 100 * positive.min() else (1,)
+    subs = (1, 2, 5) if values.max() <= 100 * values.min() else (1,)
     _log_scale(axes.set_yscale, axes.yaxis, values, 10, subs)
     plain_numbers(axes.yaxis)
+    axes.yaxis.set_visible(values.notna().any())
 
 
 def _log_scale(set_scale, axis, values, base, subs=(1,)):
-    """A logarithmic scale; where it would lose zeros it is linear below the smallest positive number."""
+    """A logarithmic scale; a linear one where it would lose zeros."""
     if values.min() > 0:
         set_scale("log", base=base)
-        ticks = LogLocator(subs=subs, numticks=20)
-    else:
-        set_scale("symlog", base=base, linthresh=values[values > 0].min())
-        # The limits of a LogLocator would leave zeros out.
-        ticks = SymmetricalLogLocator(axis.get_transform(), subs)
-    axis.set_major_locator(ticks)
-    axis.set_minor_locator(NullLocator())
+        axis.set_major_locator(LogLocator(subs=subs, numticks=20))
+        axis.set_minor_locator(NullLocator())
 
 
 def plain_numbers(axis: Axis, column: str = "") -> None:

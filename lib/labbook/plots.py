@@ -18,13 +18,12 @@ from labbook import figure, labels
 from labbook.compare import require_one_row_each
 from labbook.figure import Drawing, plain_numbers, plot, sheet
 from labbook.labels import STATUS_LABELS, column_label, ordered, quantity, significant, value_label
-from labbook.style import BLUE, MUTED, PAPER, ZONE, palette
+from labbook.style import BLUE, PAPER, SILVER, ZONE, palette
 
-_BAND = ["p20_ms", "p80_ms"]
+_BAND = ["_x", "p20_ms", "p80_ms"]
 _MANY_POINTS = 40  # beyond which markers would hide their line
-_GROUP_WIDTH = 0.84  # of the distance between two groups of bars
-_STACK_WIDTH = 0.74
-_LABEL_INCHES = 0.36  # the width of a number above a bar
+_BAR_WIDTH = 0.8  # of the distance between two groups
+_LABEL_INCHES = 0.34  # the width of a number above a bar
 _MARK_SHARE = 0.08  # of the height of the data: a line of words for what failed
 _OUTLINE = withStroke(linewidth=2, foreground=PAPER)
 
@@ -48,14 +47,21 @@ def lines(
     logy: bool = True,
     sharey: bool = True,
 ) -> Drawing:
-    """One line for each value of `hue`, and a word where memory ran out; medians with their spread."""
+    """One line for each value of `hue`, and a word where memory ran out; medians with their spread.
+
+    Their names stand at their ends in one of the panels, or in a legend where they would touch something.
+    """
     require_one_row_each(frame, x, hue, facet)
     marked, colors = _with_hue(frame, hue)
-    places = _places(frame[x])
+    names = ordered(frame[x], x)
+    # Numbers stand at themselves, words at equal distances.
+    places = frame[x].map(names.index) if labels.is_text(names) else frame[x]
     chart, panels = sheet(marked.assign(_x=places), facet, sharey=sharey)
-    has_band = _has_band(frame, y)
+    spread = frame.reindex(columns=_BAND)
+    # Medians have a spread, and one wide enough to be seen.
+    has_band = y == "p50_ms" and (spread["p80_ms"] > 1.1 * spread["p20_ms"]).any()
     for axes, rows in panels:
-        _draw_lines(axes, rows, y, colors, has_band=has_band)
+        _draw_lines(axes, rows, y, colors, has_band)
         # The axis has room for failures too, which are drawn last.
         axes.update_datalim([(place, 0) for place in places], updatey=False)
         figure.x_ticks(axes, x, frame[x], log=logx)
@@ -68,11 +74,36 @@ def lines(
     if not logy and frame[y].min() >= 0:
         panels[0][0].set_ylim(bottom=0)
     legend = _legend(colors, hue, partial(Line2D, [], [], marker="o"))
+    if _named_at_ends(panels, legend):
+        legend = []
     if has_band:
-        legend.append(
-            Patch(color=MUTED, alpha=0.32, linewidth=0, label="band: 20th to 80th percentile")
-        )
+        legend.append(Patch(color=SILVER, label="band: 20th to 80th percentile"))
     return Drawing(chart, legend, column_label(x), column_label(y))
+
+
+def _named_at_ends(panels, legend):
+    """Write the names of lines at their ends, in the last panel that has all; whether there is room."""
+    whole = [axes for axes, _ in panels if len(axes.lines) == len(legend)]
+    if not whole:
+        return False
+    axes = whole[-1]
+    style = {"textcoords": "offset points", "va": "center", "size": 9, "path_effects": [_OUTLINE]}
+    names = [
+        axes.annotate(entry.get_label(), line.get_xydata()[-1], (8, 0), **style)
+        # The first of the legend was drawn last.
+        for entry, line in zip(reversed(legend), axes.lines, strict=True)
+    ]
+    axes.figure.draw_without_rendering()  # only now it is known where they are
+    boxes = [text.get_window_extent().padded(3) for text in axes.texts]
+    curves = [line.get_path().transformed(axes.transData) for line in axes.lines]
+    fit = all(
+        box.count_overlaps(boxes) == 1
+        and not any(curve.intersects_bbox(box, filled=False) for curve in curves)
+        for box in boxes[-len(names) :]
+    )
+    for name in () if fit else names:
+        name.remove()
+    return fit
 
 
 def _legend(colors, column, entry=Patch):
@@ -90,31 +121,18 @@ def _visible(colors, shares):
     return {value: color for value, color in colors.items() if shares.get(value, 0) > 1e-3}
 
 
-def _places(values):
-    """Where values stand on an x axis: numbers at themselves, text at equal distances."""
-    names = ordered(values, values.name)
-    return values.map(names.index) if labels.is_text(names) else values
-
-
-def _has_band(frame, y):
-    """Whether medians have a spread, and one wide enough to be seen."""
-    spread = frame.reindex(columns=_BAND)
-    return y == "p50_ms" and (spread["p80_ms"] > 1.1 * spread["p20_ms"]).any()
-
-
-def _draw_lines(axes, rows, y, colors, *, has_band):
-    points = rows.dropna(subset=[y]).sort_values("_x").groupby("_hue")
-    marker = "" if (points.size() > _MANY_POINTS).any() else "o"
-    line_of = dict(iter(points))
+def _draw_lines(axes, rows, y, colors, has_band):
+    points = rows.dropna(subset=[y]).sort_values("_x")
+    marker = "" if (points["_hue"].value_counts() > _MANY_POINTS).any() else "o"
     # The first of the legend is drawn last, on top.
     for value, color in reversed(colors.items()):
-        if value not in line_of:
+        line = points[points["_hue"] == value]
+        if line.empty:
             continue
-        line = line_of[value]
-        axes.plot(line["_x"], line[y], color=color, mec=PAPER, mew=0.75, marker=marker)
+        axes.plot(line["_x"], line[y], color=color, marker=marker)
         if has_band:
-            edges = line[["_x"] + _BAND].dropna().to_numpy(float).T
-            axes.fill_between(*edges, color=color, alpha=0.16, lw=0)
+            edges = line[_BAND].dropna().to_numpy(float).T
+            axes.fill_between(*edges, color=color, alpha=0.16)
 
 
 def _mark_failures(panels, y, colors):
@@ -156,12 +174,12 @@ def bars(
     groups = ordered(frame[x], x)
     chart, panels = sheet(marked, facet)
     bars_in_row = len(groups) * len(colors) * min(len(panels), 3)
-    is_narrow = _LABEL_INCHES * bars_in_row > _GROUP_WIDTH * figure.WIDTH
+    is_narrow = _LABEL_INCHES * bars_in_row > _BAR_WIDTH * figure.WIDTH
     for axes, rows in panels:
         wide = rows.pivot(index=x, columns="_hue", values=[y, "_text"]).reindex(groups)
         heights = wide[y].reindex(columns=list(colors)).astype(float).fillna(0)
         texts = wide["_text"].reindex(columns=list(colors)).fillna("")
-        _draw_groups(axes, heights, colors, _GROUP_WIDTH)
+        _draw_groups(axes, heights, colors)
         style = {"padding": 3, "size": 8.5, "rotation": 90 if is_narrow else 0}
         for boxes, value in zip(axes.containers, colors, strict=True):
             axes.bar_label(boxes, texts[value], **style)
@@ -169,7 +187,7 @@ def bars(
     return Drawing(chart, _legend(colors, hue), column_label(x), column_label(y))
 
 
-def _draw_groups(axes, heights, colors, width, **style):
+def _draw_groups(axes, heights, colors, **style):
     """Bars for each line of a table, side by side, or stacked; numbers beside them are plain."""
     places = len(heights) * min(len(axes.figure.axes), 3)
     characters = min(16, max(8, 96 // places))  # below a group, so that names do not touch
@@ -179,7 +197,7 @@ def _draw_groups(axes, heights, colors, width, **style):
     ]
     heights.set_axis(names).plot.bar(
         ax=axes,
-        width=width,
+        width=_BAR_WIDTH,
         color=colors,
         edgecolor=PAPER,
         lw=0.8,
@@ -217,10 +235,15 @@ def stacked_bars(
         totals = heights.sum(axis=1)
         if share:
             heights = 100 * heights.div(totals, axis=0).fillna(0)
-        _draw_groups(axes, heights, colors, _STACK_WIDTH, stacked=True)
+        _draw_groups(axes, heights, colors, stacked=True)
         for boxes in axes.containers if share else ():
-            texts = [f"{box.get_height():.0f}" if box.get_height() >= 5.5 else "" for box in boxes]
-            axes.bar_label(boxes, texts, label_type="center", size=8, path_effects=[_OUTLINE])
+            axes.bar_label(
+                boxes,
+                fmt=lambda height: f"{height:.0f}" if height >= 5.5 else "",
+                label_type="center",
+                size=8,
+                path_effects=[_OUTLINE],
+            )
         texts = [quantity(total, y) if total else "" for total in totals]
         axes.bar_label(axes.containers[-1], texts, padding=3, size=8.5)
         axes.margins(y=0.1)
@@ -268,7 +291,7 @@ def spans(
         axes.grid(False)
         plain_numbers(axes.xaxis)
         for place in range(len(lanes)):
-            axes.axhspan(place - 0.4, place + 0.4, color=ZONE, lw=0, zorder=0.5)
+            axes.axhspan(place - 0.4, place + 0.4, color=ZONE, zorder=0.5)
         # In the order of the colours: what is exposed lies over what was hidden.
         for (_, place, half, named), boxes in rows.groupby(["_shade", "_place", "_half", "_named"]):
             where = boxes[["start_ms", "_length"]].to_numpy()

@@ -1,19 +1,16 @@
 // Draws what labbook.sliders has written: the state under the sliders, a bar for each of its numbers.
 (function (figure, root) {
-  const short = value => value.toLocaleString("en-US", {maximumSignificantDigits: 3});
-  const state = at => // the last slider varies fastest, as in Python
-    figure.states[figure.controls.reduce((place, [, values], n) => place * values.length + at[n], 0)];
   const cell = (text, style = "") => `<td style="text-align:left;${style}">${text}</td>`;
   const html = at => {
-    const values = state(at);
-    const most = Math.max(...values);
-    const limit = figure.limit ?? most;
+    // The last slider varies fastest, as in Python.
+    const place = figure.controls.reduce((sum, [, values], n) => sum * values.length + at[n], 0);
+    const values = figure.states[place];
+    const most = Math.max(figure.limit, ...values);
     const rows = values.map((value, n) => {
-      const width = 100 * value / Math.max(most, limit);
-      const color = value > limit ? "#D55E00" : "#0072B2";
+      const width = 100 * value / most;
+      const color = value > figure.limit ? "#D55E00" : "#0072B2";
       const bar = `<div style="height:1em;width:${width}%;background:${color}"></div>`;
-      const number = `${short(value)} ${figure.unit}`;
-      const text = value === most ? `<b>${number}</b>` : number;
+      const text = `${value.toLocaleString("en-US", {maximumSignificantDigits: 3})} ${figure.unit}`;
       return `<tr>${cell(figure.labels[n])}${cell(bar, "width:55%")}${cell(text)}</tr>`;
     });
     return `<table style="width:100%">${rows.join("")}</table>`;

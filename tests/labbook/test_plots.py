@@ -184,16 +184,35 @@ def test_a_picture_does_not_follow_the_users_style(rows):
         assert again.png() == plain.png()
 
 
-@pytest.mark.parametrize("left_out", [0, 1, 2])
-def test_zeros_are_on_logarithmic_axes(left_out):
+def test_zeros_are_in_the_picture():
     points = [
         (0.0, 9.0),
         (1.0, 0.0),
         (10.0, 4.0),
-        (100.0, 6.0),
     ]
-    del points[left_out]
     rows = pd.DataFrame(points, columns=["bucket_size_mb", "p50_ms"])
     axes = lines(rows, "bucket_size_mb").axes[0]
     for point in points:
         assert axes.viewLim.contains(*point)
+
+
+@pytest.mark.parametrize(
+    ("plain", "fit"),
+    [
+        ([1, 2, 4], True),
+        ([1, 8, 1.02], False),  # both names in one place
+        ([1, 8, None], True),
+        ([8, 1.02, None], False),  # a name over the other line
+        ([None] * 3, False),  # a name without a line
+    ],
+)
+def test_names_stand_at_the_ends_of_lines_where_they_touch_nothing(plain, fit):
+    contexts = [1, 4, 16]
+    wide = pd.DataFrame({"context_length": contexts, "plain": plain, "compiled": [1, 1, 1]})
+    chart = lines(wide.melt("context_length", None, "implementation", "p50_ms"), **BY_CONTEXT)
+    assert bool(chart.legends) != fit
+    names = chart.axes[0].texts
+    ends = {color: points[-1] for color, points in drawn(chart).items()}
+    found = {name.get_text(): list(name.xy) for name in names}
+    assert found == ({"plain": ends[PLAIN], "compiled": ends[COMPILED]} if fit else {})
+    assert all(chart.bbox.containsx(name.get_window_extent().x1) for name in names)

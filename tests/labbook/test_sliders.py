@@ -37,16 +37,15 @@ def bytes_held(batch_size, dtype):
     return [batch_size * {"float32": 4.0, "bfloat16": 2.0}[dtype], 100 / 7]
 
 
-def test_bars_show_each_number_and_mark_the_most_and_what_is_above_the_limit():
+def test_bars_show_each_number_and_what_is_above_the_limit():
     labels = ["kept </script>", "fixed"]
     sliders = Sliders(CONTROLS, bytes_held, START, labels=labels, unit="GiB", limit=15)
     assert sliders.figure["start"] == [2, 1]
     texts = shown(sliders.html())
     for (batch_size, dtype), text in zip(product(*CONTROLS.values()), texts, strict=True):
-        kept, fixed = bytes_held(batch_size, dtype)
+        kept, _ = bytes_held(batch_size, dtype)
         assert re.findall(r"([\d.]+) GiB", text) == [f"{kept:.3g}", "14.3"]
         assert ("#D55E00" in text) == (kept > 15)
-        assert re.search(r"<b>([\d.]+)", text)[1] == f"{max(kept, fixed):.3g}"
 
 
 @pytest.mark.parametrize("number", ["16", "56"])
