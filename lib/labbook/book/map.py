@@ -141,8 +141,9 @@ def show_headline(entry: Entry) -> None:
     """Display what a notebook found: question, picture, answer. Nothing where there is no answer yet."""
     if not entry.headline:
         return
-    title = f"### [{entry.title}]({entry.name}.ipynb)"
-    display.display(display.Markdown(f"{title}\n\n*{entry.question}*"))
+    display.display(
+        display.Markdown(f"### [{entry.title}]({entry.name}.ipynb)\n\n*{entry.question}*")
+    )
     if entry.picture:
         bundle = {"image/png": _small(entry.picture), "text/plain": "<figure>"}
         metadata = entry.picture.metadata.get("image/png", {}) | {"width": _SHOWN_WIDTH}

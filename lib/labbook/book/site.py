@@ -51,6 +51,7 @@ MathJax.Hub.Config({
     styles: { "@font-face": { "font-family": "MathJax_Blank", src: "local('none')" } }
   },
   "fast-preview": { disabled: true },
+  messageStyle: "none",
   showMathMenu: false
 });
 MathJax.Ajax.loadComplete("[MathJax]/config/workbook.js");
@@ -144,9 +145,7 @@ def _cards(pages):
 
 def _gallery(pages):
     """Every plot of committed rows, by chapter."""
-    text = "# Every plot, and what it shows\n"
-    if not any(page.pictures for page in pages):
-        text += "\nThere is no plot of committed rows yet.\n"
+    text = ""
     for chapter, of_chapter in _by_chapter(pages):
         links = [
             f'<a href="{page.entry.name}.html">{picture.html()}<span>{escape(picture.title)}</span></a>'
@@ -155,22 +154,22 @@ def _gallery(pages):
         ]
         if links:
             text += f'\n## {chapter}\n\n<div class="grid">{"".join(links)}</div>\n'
-    return text
+    return "# Every plot, and what it shows\n" + (text or "\nNo plot of committed rows yet.\n")
 
 
 def _run_sphinx(source, built, trees):
     command = [sys.executable, "-m", "sphinx", "-q", "-j", "auto", "-d", trees, source, built]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise BatchError(f"Sphinx could not build the site: {done.stderr.strip()[-500:]}")
+        raise BatchError(f"Sphinx could not build the site: {done.stderr[-500:]}")
 
 
 def _write_page(path, source, names, run):
     """A notebook's page, with a link to each table of its problem's rows."""
     notebook = nbformat.reads(_linked(path.read_text(encoding="utf-8"), names), as_version=4)
     entry = overview.entry(path.stem, notebook)
-    pictures = list(_write_pictures(notebook, path.stem, source / "extra" / "pictures"))
     _fold(notebook, run)
+    pictures = list(_write_pictures(notebook, path.stem, source / "extra" / "pictures"))
     figures = project().figures
     links = []
     for table in sorted(figures.glob(f"*/{path.stem[3:].partition('-')[0]}/*.csv")):
@@ -192,14 +191,14 @@ def _write_pictures(notebook, stem, folder):
             place = f"pictures/{stem}-{name}"
             link = rf'<a href="{place}"><img src="{place}" alt="\1"></a>'
             cell.source = re.sub(r"!\[(.*)\]\(attachment:.*\)", link, cell.source)
-        if not overview.draws_committed_rows(cell.source):
-            continue
         for output in cell.get("outputs", []):
             if title := output.get("metadata", {}).get("image/png", {}).get("alt"):
-                name = f"{stem}-{cell.id}.png"
-                (folder / name).write_bytes(base64.b64decode(output.data["image/png"]))
-                with Image.open(folder / name) as image:
-                    yield _Picture(name, title, *image.size)
+                cell.metadata.mystnb["image"] = {"alt": title}
+                if overview.draws_committed_rows(cell.source):
+                    name = f"{stem}-{cell.id}.png"
+                    (folder / name).write_bytes(base64.b64decode(output.data["image/png"]))
+                    with Image.open(folder / name) as image:
+                        yield _Picture(name, title, *image.size)
 
 
 def _fold(notebook, run):
@@ -259,6 +258,5 @@ def _contents(pages):
     text = "```{toctree}\n:hidden:\n\ngallery\n```\n"
     for chapter, of_chapter in _by_chapter(pages):
         names = "\n".join(page.entry.name for page in of_chapter)
-        options = f":caption: {chapter}\n:maxdepth: 1\n:hidden:"
-        text += f"\n```{{toctree}}\n{options}\n\n{names}\n```\n"
+        text += f"\n```{{toctree}}\n:caption: {chapter}\n:maxdepth: 1\n:hidden:\n\n{names}\n```\n"
     return text

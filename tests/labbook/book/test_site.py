@@ -145,7 +145,7 @@ def test_pages_and_rows(folder, sphinx):
     texts = {path.stem: path.read_text() for path in there.glob("*.html")}
     assert "11_one.html" in texts["index"]
     assert "```" not in texts["index"]
-    assert "no plot" in texts["gallery"]
+    assert "No plot" in texts["gallery"]
     page = texts["12_two"]
     assert re.search(r'="11_one\.html".*takes.*class="math.*</table>', page, re.DOTALL)
     (rows,) = re.findall(r'href="(rows/m/.*?)"', page)
@@ -171,3 +171,4 @@ def test_the_start_page_has_a_card_a_chapter_and_the_gallery_each_plot_of_commit
     for text in (first, gallery):
         assert 'alt="a &lt; b"\nwidth="40" height="20"' in text
         assert "mine" not in text
+    assert 'alt="mine"' in (folder / "site" / "11_one.html").read_text()
