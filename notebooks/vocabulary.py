@@ -205,9 +205,14 @@ family(
     replicas  | between ranks
     """,
 )
-family(  # lines of one page each: 31, 32, 35, 37
-    "setup training which bucket",
+family(  # lines of one page each: 21, 31, 32, 35, 37
+    "what setup training which bucket",
     """
+    the card          | the card          | black
+    peak of plain     | peak of plain     | vermillion
+    plain             | plain             | blue
+    torch_softmax     | plain, torch.softmax | purple
+    sdpa              | SDPA              | grey
     Gloo, 2 processes | Gloo, 2 processes | sky
     Gloo, 4 processes | Gloo, 4 processes | blue
     Gloo, 6 processes | Gloo, 6 processes | wine
@@ -247,13 +252,13 @@ column("is_causal", "causal")
 column("num_rows", "rows", text="{:,.0f}".format)
 column("world_size", "processes")
 column("compared", "comparison")
+column("value", "times and shares")
 column("step_index", "step")
 column("sm_clock_mhz", "SM clock (MHz)")
 column("message_mb", "size of the message (MiB)")
 column("bucket_size_mb", "bucket size (MiB)")
 column("half_bandwidth_mb", "half bandwidth (MiB)")
 column("sent_mb", "sent (MiB)")
-column("predicted_sent_mb", "predicted sent (MiB)")
 column("warmup_steps", "warm-up steps", "warm-up")
 # "xl" is two different models, so a size never stands alone.
 VOCABULARY.derived("model", "model_size edition", "{} ({:.0f})".format)

@@ -114,7 +114,7 @@ def map_table(entries: dict[str, Entry]) -> str:
     # By the number of their first notebook.
     chapters = notebooks.read_yaml("book.yaml").get("chapters", {})
     links = {name[:2]: f"[{name[:2]}]({name}.ipynb)" for name in entries}
-    lines = ["| notebook | edition | question | read before | minutes |", "|:--|:--|:--|:--|:--|"]
+    lines = ["| notebook | edition | question | read before | minutes |", "|:--|:--|:--|:--|--:|"]
     for name, entry in entries.items():
         if chapter := chapters.get(int(name[:2])):
             lines.append(f"| **{chapter}** |" + " |" * 4)
