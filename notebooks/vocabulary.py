@@ -220,8 +220,8 @@ family(  # lines of one page each: 21, 31, 32, 35, 37
     NCCL, 4 GPUs      | NCCL, 4 GPUs      | vermillion
     sum, not divided  | sum, not divided  | vermillion
     shares of 3 and 1, not weighted | shares of 3 and 1, not weighted | orange
-    naive, AdamW      | naive, AdamW      | green
-    naive, SGD        | naive, SGD        | blue
+    naive, tiny, AdamW | naive, tiny, AdamW | green
+    naive, tiny, SGD  | naive, tiny, SGD  | blue
     second step       | second step       | green
     first step        | first step        | grey
     100 MiB           | 100 MiB           | green
