@@ -60,7 +60,10 @@ def layer_norm(x, dtype, mean, eps=1e-5):
 # By what is wrong: pieces of the first right solution and what stands there instead.
 WRONG = {
     "mixed_step": {
-        "loss after the region": [("        loss = ", "    loss = ")],
+        "logits cast by hand": [
+            ("        loss = ", "    loss = "),
+            ("(logits, targets)", "(logits.float(), targets)"),
+        ],
         "backward in the region": [("    loss.back", "        loss.back")],
         "twice the loss": [("loss.backward()", "(2 * loss).backward()")],
         "weights converted": [("module(x)", "module.to(dtype)(x.to(dtype))")],
@@ -90,7 +93,7 @@ WRONG = {
             ("range(1, x.shape[-1])", "reversed(range(x.shape[-1] - 1))"),
         ],
         "dimension dropped": [("return total", "return total[..., 0]")],
-        "terms of the first row": [("x[..., place", "x[:1, place")],
+        "rows of a matrix only": [("x[..., place", "x[:, place")],
     },
     "layer_norm": {
         "computed in float32": [
@@ -112,6 +115,5 @@ WRONG = {
         ],
         "eps after the root": [("torch.sqrt(variance + eps)", "(torch.sqrt(variance) + eps)")],
         "always the same eps": [("+ eps", "+ 1e-5")],
-        "squares before the mean is subtracted": [("centred * centred", "x * x")],
     },
 }
