@@ -139,7 +139,7 @@ WRONG = {
         ],
         "on after the run": [("        run()\n", ""), ("    try:", "    run()\n    try:")],
         "no stacks": [('stacks="python"', "context=None")],
-        "no events": [('stacks="python"', 'enabled="state"')],
+        "run twice": [("        run()", "        run(), run()")],
     },
     "peak_of_trace": {
         "free_completed": [("free_requested", "free_completed")],
