@@ -28,6 +28,7 @@ from labbook.project import project
 from labbook.timing import one_line
 
 _LINK = r"\[([^][]*)\]\((?:\.\./[^)]*|(?P<name>\d\d_\w+)\.ipynb(?P<at>#[^)]*)?)\)"
+_MEASURED = r'"(measured (?:at|on) [^"\\]+)'  # what the card of its machine ends with
 _TITLE = "Making language models train fast, measured"
 _CONFIG = f"""\
 project = html_title = "{_TITLE}"
@@ -95,15 +96,17 @@ def build(target: Path, executed: Path) -> Path:
         source = Path(scratch, "source")
         (source / "extra" / "pictures").mkdir(parents=True)
         names = {path.stem.partition("-")[0]: path.stem for path in reversed(paths)}
-        run = "" if executed.resolve() == notebooks.folder().resolve() else executed.name
+        run = "" if executed.samefile(notebooks.folder()) else executed.name
         pages = []
         for path in paths:
             try:
                 pages.append(_write_page(path, source, names, run))
             except Exception as error:  # whatever nbformat finds in what a killed run left
                 print(f"warning: {path.name} is left out: {one_line(error)}", file=sys.stderr)
-        mathjax = Path(find_spec("jupyter_server_mathjax").origin).parent / "static"
-        shutil.copytree(mathjax, source / "static" / "mathjax")
+        shutil.copytree(
+            Path(find_spec("jupyter_server_mathjax").origin).parent / "static",
+            source / "static" / "mathjax",
+        )
         shutil.copy(Path(__file__).with_name("site.css"), source / "static")
         texts = {
             "index.md": _first_page(run, summary, pages) + _contents(pages),
@@ -165,8 +168,9 @@ def _run_sphinx(source, built, trees):
 
 
 def _write_page(path, source, names, run):
-    """A notebook's page, with a link to each table of its problem's rows."""
-    notebook = nbformat.reads(_linked(path.read_text(encoding="utf-8"), names), as_version=4)
+    """A notebook's page; at its foot how its problem's rows were measured and, folded, their tables."""
+    text = _linked(path.read_text(encoding="utf-8"), names)
+    notebook = nbformat.reads(text, as_version=4)
     entry = overview.entry(path.stem, notebook)
     _fold(notebook, run)
     pictures = list(_write_pictures(notebook, path.stem, source / "extra" / "pictures"))
@@ -174,11 +178,15 @@ def _write_page(path, source, names, run):
     links = []
     for table in sorted(figures.glob(f"*/{path.stem[3:].partition('-')[0]}/*.csv")):
         name = Path("rows", table.relative_to(figures))
-        make_folder((source / "extra" / name).parent)
-        shutil.copy(table, source / "extra" / name)
+        target = source / "extra" / name
+        make_folder(target.parent)
+        shutil.copy(table, target)
         links.append(f'<a href="{name}">{name}</a>')
     if links:
-        notebook.cells.append(nbformat.v4.new_markdown_cell(f"**Rows:** {', '.join(links)}"))
+        line = f"<summary>Rows {' '.join(re.findall(_MEASURED, text)[:1])}</summary>"
+        notebook.cells.append(
+            nbformat.v4.new_markdown_cell(f"<details>{line}{', '.join(links)}</details>")
+        )
     nbformat.write(notebook, source / path.name)
     return _Page(entry, pictures)
 
