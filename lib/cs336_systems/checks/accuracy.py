@@ -15,9 +15,10 @@ from cs336_systems.checks.exercise import assert_tensor
 
 ALLOWED_RATIO = 2.0
 EPS = torch.finfo(torch.float32).eps
+Device = str | torch.device
 
 
-def random_on(device: str | torch.device | None, seed: int | None) -> torch.Generator:
+def random_on(device: Device | None, seed: int | None) -> torch.Generator:
     """A generator on a device, by default the GPU when there is one; by default of a new seed."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device)
@@ -144,7 +145,7 @@ def check_weighted_sum(
     weighted_sum: Callable[[Tensor, Tensor], Tensor],
     *,
     dtype: torch.dtype = torch.float32,
-    device: str | torch.device | None = None,
+    device: Device | None = None,
     seed: int | None = None,
 ) -> pd.DataFrame:
     """Compare weighted_sum(x, w) of x (..., d) and w (d,), which returns (...), with float64.

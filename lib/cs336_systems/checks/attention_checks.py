@@ -14,7 +14,7 @@ import torch
 
 from cs336_systems.attention.baselines import sdpa, torch_softmax
 from cs336_systems.attention.inputs import AttentionFunction
-from cs336_systems.checks.accuracy import EPS, Reference, Trial, compare, random_on
+from cs336_systems.checks.accuracy import EPS, Device, Reference, Trial, compare, random_on
 from cs336_systems.checks.exercise import assert_tensor
 
 
@@ -48,7 +48,7 @@ def check_attention(
     *,
     cases: Iterable[AttentionCase] = BASIC,
     dtype: torch.dtype = torch.float32,
-    device: str | torch.device | None = None,
+    device: Device | None = None,
     backward: bool = True,
     allowed_error: float | None = None,
     seed: int | None = None,
@@ -88,7 +88,7 @@ def check_attention(
 
 def check_logsumexp(
     attention: AttentionFunction,
-    device: str | torch.device | None = None,
+    device: Device | None = None,
 ) -> None:
     """The forward keeps exactly one tensor of shape (..., n_queries) for its backward: each row's logsumexp.
 

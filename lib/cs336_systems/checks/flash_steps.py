@@ -9,11 +9,10 @@ import triton.language as tl
 from triton.runtime import JITFunction
 
 from cs336_systems.attention.inputs import AttentionFunction
-from cs336_systems.checks.accuracy import random_on
+from cs336_systems.checks.accuracy import Device, random_on
 from cs336_systems.checks.attention_checks import AttentionCase, check_attention, check_logsumexp
 from cs336_systems.checks.exercise import StepCheck
 
-Device = str | torch.device
 _LOG2_E = 1.4426950408889634
 
 

@@ -67,9 +67,7 @@ def check_ring(check: StepCheck, all_reduce: Ring, tensors_sent: Callable[[int],
         _check_sums(check, all_reduce, torch.arange(25.0), f"{n} ranks, 25 numbers", n)
 
 
-def _check_sums(
-    check: StepCheck, all_reduce: Ring, numbers: Tensor, case: str, n: int
-) -> list[list[Tensor]]:
+def _check_sums(check, all_reduce, numbers, case, n):
     """Check what n ranks end with, and return what each of them sends."""
     before = [10.0**rank + numbers for rank in range(n)]
     # Strided, as a column of a matrix is.

@@ -200,7 +200,7 @@ class _Pair:
             yield f"rank {shares.index(most)} keeps {most / sum(sizes):.0%} of the states. Assign by bytes."
 
 
-def _state_bytes(optimizers: list[Optimizer]) -> list[int]:
+def _state_bytes(optimizers):
     """Of the moments of each parameter; a count of steps is one number."""
     # Optimizers of single buckets may share them.
     states = {id(state): state for each in optimizers for state in each.state.values()}

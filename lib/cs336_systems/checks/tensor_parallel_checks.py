@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from cs336_systems.checks.exercise import StepCheck
 from cs336_systems.checks.on_ranks import Findings, Property, checker, observed, unlike
@@ -34,7 +34,7 @@ def check_tensor_parallel(layer_class: LayerClass) -> Findings:
         yield "" if held else f"in a group of this rank alone, {finding} Use the group."
 
 
-def _is_whole(layer_class: LayerClass, group: dist.ProcessGroup | None) -> Findings:
+def _is_whole(layer_class, group):
     torch.manual_seed(0)
     n = dist.get_world_size(group)
     rank = dist.get_rank(group)
@@ -167,9 +167,7 @@ def _try_gather(context: WorkerContext, layer: Function) -> Found:
     ]
 
 
-def _is_of_this_rank(
-    layer: Function, x: Tensor, weight: Tensor, grad: Tensor, alone: dist.ProcessGroup
-) -> bool:
+def _is_of_this_rank(layer, x, weight, grad, alone):
     x = x.clone().requires_grad_()
     weight = weight.clone().requires_grad_()
     try:
