@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import pandas as pd
@@ -21,6 +22,8 @@ from labbook.runs import Run
 from labbook.schema import schema
 from labbook.tables import row_lines, show
 
+_freeze_once = cache(gc.freeze)
+
 
 class Page:
     """The rows and figures of one notebook, on this machine (`card`) and on the reference machine.
@@ -37,10 +40,9 @@ class Page:
     def __init__(self, slug: str, parameters: Mapping[str, Any]) -> None:
         check_parameters(slug, parameters)
         # What was imported stays: each collection between cases would walk all of it.
-        if not gc.get_freeze_count():
-            gc.freeze()
+        _freeze_once()
         self.slug = slug
-        self.device: str = parameters.get("device", "auto")
+        self.device = parameters.get("device", "auto")
         self.card: MachineCard = machine_card(self.device, slug in project().several)
         self.reference: str = parameters.get("reference") or project().reference or self.card.slug
         self.reference_card: MachineCard = load_card(self.reference)

@@ -4,11 +4,11 @@ import contextlib
 import io
 import linecache
 import symtable
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import nbformat
+import pytest
 import torch
 
 from labbook.book.tidy import CHECKER, has_solution
@@ -18,7 +18,7 @@ from labbook.project import project
 class Written:
     """A step of a notebook: the cells that its checkers need, the solution among them."""
 
-    def __init__(self, number: str, name: str) -> None:
+    def __init__(self, number, name):
         (path,) = project().notebooks.glob(f"{number}_*.ipynb")
         cells = nbformat.read(path, as_version=4).cells
         cells = [cell for cell in cells if cell.cell_type == "code"]
@@ -42,7 +42,7 @@ class Written:
                 if i != place:
                     (self.before if i < place else self.after).insert(0, source)
 
-    def made(self, *changes: str) -> Any:
+    def made(self, *changes):
         """What the cells make under its name, with pieces of them replaced: (piece, instead, piece, ...)."""
         source = "\n\n".join(self.before + [self.solution])
         for piece, instead in zip(changes[::2], changes[1::2], strict=True):
@@ -52,7 +52,7 @@ class Written:
         _run(names, source)
         return names[self.name]
 
-    def says(self, solution: str, wrap: Callable[[Any], Any] = lambda made: made) -> str:
+    def says(self, solution, wrap=lambda made: made):
         """What the checkers print of this solution, of which `wrap` may change what it has made."""
         names: dict[str, Any] = {}
         _run(names, *self.before, solution)
@@ -63,7 +63,7 @@ class Written:
 written = cache(Written)
 
 
-def _is_checker(cell) -> bool:
+def _is_checker(cell):
     return CHECKER in cell.metadata.get("tags", ())
 
 
@@ -72,11 +72,16 @@ def as_contiguous(x):
     return x.as_strided(x.shape, torch.empty(x.shape).stride())
 
 
-def _run(names: dict[str, Any], *sources: str) -> str:
+def _run(names, *sources):
     """What cells print, run as in a notebook: what is defined finds its source, for which Triton asks."""
     # The latter is IPython's.
     names |= {"__name__": "__main__", "display": lambda *shown, **how: None}
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        # Of rows, at which no checker looks.
+        patch.setattr("labbook.page.provenance", lambda *_: ("", []))
         for source in sources:
             file = f"<cell {hash(source)}>"
             linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
@@ -85,13 +90,13 @@ def _run(names: dict[str, Any], *sources: str) -> str:
 
 
 @cache
-def makes(source: str) -> set[str]:
+def makes(source):
     symbols = symtable.symtable(source, "cell", "exec").get_symbols()
     return {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
 
 
 @cache
-def reads(source: str) -> set[str]:
+def reads(source):
     """The names that a cell takes from others; arguments and what is local to a function are its own."""
     cell = symtable.symtable(source, "cell", "exec")
     names = {symbol.get_name() for symbol in cell.get_symbols() if symbol.is_referenced()}
