@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 from nbformat import v4
+from tests.labbook import kernel_forks
 
 import cs336_systems  # noqa: F401  chooses Triton's interpreter, before a module of torch's imports triton
 from cs336_systems.parallel.launch import _PRELOADED
@@ -18,6 +19,7 @@ from labbook.machine import memory_bytes
 # Imports take longer than most of what ranks do, and no module is edited while its tests run.
 _PRELOADED += ["cs336_systems.checks", "cs336_systems.training", "labbook.plots", "torch._dynamo"]
 _PRELOADED += ["hypothesis", "pytest"]
+kernel_forks.install()
 
 # On a busy machine any example may be slow.
 settings.register_profile("without deadline", deadline=None)
@@ -65,7 +67,7 @@ def nan_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     _device_constructors()  # `with torch.device(...)` keeps which functions it finds at its first use
 
-    def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def poisoned(make):
         def make_poisoned(*arguments, **options):
             x = make(*arguments, **options)
             return x.fill_(float("nan")) if x.is_floating_point() else x

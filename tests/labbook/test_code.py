@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -46,7 +45,7 @@ def copy(tmp_path_factory):
     forget()
 
 
-def forget() -> None:
+def forget():
     """What this process has read of modules, as a new one would."""
     code._path.cache_clear()
     code._module.cache_clear()
@@ -57,7 +56,7 @@ def before(copy):
     return of_all(copy)
 
 
-def of_all(root: Path) -> dict[str, dict[str, str]]:
+def of_all(root):
     """Of the notebooks that measure, by their number."""
     forget()
     found = {
@@ -66,7 +65,7 @@ def of_all(root: Path) -> dict[str, dict[str, str]]:
     return {number: hashes for number, hashes in sorted(found.items()) if "its cells" not in hashes}
 
 
-def stale(before, root) -> set[str]:
+def stale(before, root):
     now = of_all(root)
     return {name for name in before if code.changed(before[name], now[name])}
 
@@ -76,7 +75,7 @@ def change(copy, monkeypatch):
     """Change a file by a function of its text; it is put back afterwards."""
     originals = {}
 
-    def change(name: str, function) -> None:
+    def change(name, function):
         path = copy / name
         text = path.read_text(encoding="utf-8")
         originals.setdefault(path, (text, path.stat().st_mtime_ns))
@@ -89,7 +88,7 @@ def change(copy, monkeypatch):
         os.utime(path, ns=(mtime, mtime))
 
 
-def one_line_changed(text: str) -> str:
+def one_line_changed(text):
     return re.sub(r"^( +)return (?=\S)", r"\1return 0 or ", text, count=1, flags=re.MULTILINE)
 
 
@@ -115,7 +114,7 @@ def test_what_is_not_measured_and_what_is_only_words_makes_nothing_stale(before,
     assert stale(before, copy) == set()
 
 
-def with_another_line(text: str) -> str:
+def with_another_line(text):
     return f"{text}\nANOTHER = 1\n"
 
 
@@ -143,12 +142,12 @@ def test_the_version_of_timing_is_raised_where_its_steps_change():
     assert code.of_notebook(code.notebook_of("weighted_sum"))["labbook.timing"] == "1"
 
 
-def with_other_words(text: str) -> str:
+def with_other_words(text):
     """Another docstring of the module, a comment and a blank line at the end."""
     return f'"""Other words. {text[3:]}' if text.startswith('"""') else f"# Words.\n\n{text}"
 
 
-def with_other_words_in_cells(text: str) -> str:
+def with_other_words_in_cells(text):
     notebook = json.loads(text)
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":

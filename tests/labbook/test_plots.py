@@ -20,7 +20,7 @@ COMPILED = VERMILLION.lower()
 
 
 @pytest.fixture
-def shares() -> pd.DataFrame:
+def shares():
     """Kernel rows of two contexts: three classes in two ranges, and the time doubles."""
     ranges = pd.DataFrame({"range": ["measure/forward", "measure/backward"]})
     classes = [("matmul", 40.0), ("softmax", 8.0), ("other", 8.0)]
@@ -30,11 +30,11 @@ def shares() -> pd.DataFrame:
     return pd.concat([short, long])
 
 
-def texts(chart) -> set[str]:
+def texts(chart):
     return {text.get_text() for text in chart.findobj(Text)}
 
 
-def drawn(chart) -> dict[str, list]:
+def drawn(chart):
     """By colour the points of each line that has several."""
     points = {}
     for axes in chart.axes:
@@ -44,7 +44,7 @@ def drawn(chart) -> dict[str, list]:
     return points
 
 
-def heights(chart) -> dict[str, list[float]]:
+def heights(chart):
     """By colour the heights of the bars."""
     heights = defaultdict(list)
     for axes in chart.axes:
@@ -133,7 +133,7 @@ def test_stacks_add_up_ranges_to_their_whole(shares):
     assert np.sum(parts, axis=0).tolist() == pytest.approx([100, 100])
 
 
-def boxes(chart, color) -> list[list[float]]:
+def boxes(chart, color):
     """Left, right, lower and upper end of each box of one colour."""
     boxes = []
     for patches in chart.axes[0].findobj(PolyCollection):
@@ -142,7 +142,7 @@ def boxes(chart, color) -> list[list[float]]:
     return [np.round([box.x0, box.x1, box.y0, box.y1], 6).tolist() for box in boxes]
 
 
-def lanes(chart) -> list[str]:
+def lanes(chart):
     labels = chart.axes[0].get_yticklabels()
     return [label.get_text() for label in labels]
 

@@ -38,20 +38,20 @@ def course(tmp_path, monkeypatch, write_notebook):
     forget()
 
 
-def forget() -> None:
+def forget():
     """What this process has read of modules, as a new one would."""
     for known in (code._folder, code._path, code._module):
         known.cache_clear()
 
 
-def save(size: int, commit: str = "1a2b3c4d5e") -> None:
+def save(size, commit="1a2b3c4d5e"):
     """Save a row of today's code, measured at a commit."""
     run = Run("sums", "box", executed=lambda: code.of_notebook(code.notebook_of("sums")))
     run.record.commit = commit
     save_rows([{"size": size, "total": 0}], "sums", "totals", "box", run)
 
 
-def edit(name: str, old: str, new: str) -> None:
+def edit(name, old, new):
     path = project().root / name
     text = path.read_text()
     assert old in text
@@ -59,7 +59,7 @@ def edit(name: str, old: str, new: str) -> None:
     forget()
 
 
-def check(capsys) -> tuple[int, str]:
+def check(capsys):
     """The exit code of release-check, and what it prints."""
     capsys.readouterr()
     return main(["release-check"]), capsys.readouterr().out

@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -42,11 +41,11 @@ def kernel(name="gemm", ms=1.0, profiler="nsys", **columns):
     return keys | {"total_ms": ms} | columns
 
 
-def save(*rows, table=TABLE, machine=MACHINE) -> Path:
+def save(*rows, table=TABLE, machine=MACHINE):
     return save_rows(rows, SLUG, table, machine, RUN)
 
 
-def load(table=TABLE, machine=MACHINE) -> pd.DataFrame:
+def load(table=TABLE, machine=MACHINE):
     return load_rows(SLUG, machine, table)
 
 
@@ -230,13 +229,13 @@ os.fsync = lambda file: next(calls) == 8 and os.kill(os.getpid(), signal.SIGKILL
 """
 
 
-def start(first: int, count: int, rows: int, before: str = "") -> subprocess.Popen:
+def start(first, count, rows, before=""):
     """A process that is ready to save `count` recordings of as many rows, when it is told to."""
     command = [sys.executable, "-c", before + SAVE, str(first), str(count), str(rows)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def go(*processes: subprocess.Popen) -> None:
+def go(*processes):
     for process in processes:
         assert process.stdout.readline() == "ready\n"
     for process in processes:

@@ -3,11 +3,9 @@
 import ast
 import json
 import re
-from collections.abc import Iterator
 
 import nbformat
 import pytest
-from nbformat import NotebookNode
 
 from labbook.book.map import MARKS, entry, first_cell, first_sentence
 from labbook.book.notebooks import is_last, read_parameters
@@ -24,7 +22,7 @@ _STRANGE_OUTPUT = re.compile(
 )
 
 
-def problems(notebook: NotebookNode, name: str) -> list[str]:
+def problems(notebook, name):
     """A sentence for everything that keeps a notebook, NN_slug, from being committed; none if it is well."""
     rules = [_execution, _parameters, _cells, _pictures, _imports, _exercises, _outputs, _metadata]
     problems = [problem for rule in rules for problem in rule(notebook)]
@@ -35,11 +33,11 @@ def problems(notebook: NotebookNode, name: str) -> list[str]:
     return problems
 
 
-def _code(notebook: NotebookNode) -> list[NotebookNode]:
+def _code(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def _execution(notebook: NotebookNode) -> Iterator[str]:
+def _execution(notebook):
     counts = [cell.execution_count for cell in _code(notebook)]
     if counts != list(range(1, len(counts) + 1)):
         yield f"not executed top to bottom: the cells are numbered {counts}"
@@ -49,7 +47,7 @@ def _execution(notebook: NotebookNode) -> Iterator[str]:
     )
 
 
-def _pictures(notebook: NotebookNode) -> Iterator[str]:
+def _pictures(notebook):
     for cell in _code(notebook):
         tree = ast.parse(re.sub(r"^%.*", "pass", cell.source, flags=re.MULTILINE))
         for node in ast.walk(tree):
@@ -59,7 +57,7 @@ def _pictures(notebook: NotebookNode) -> Iterator[str]:
                 yield f"a picture is drawn and not shown: {text}; allowed: display({text})"
 
 
-def _title(notebook: NotebookNode, name: str) -> Iterator[str]:
+def _title(notebook, name):
     number, _, slug = name.partition("_")
     first = notebook.cells[0].source.split("\n")[0] if notebook.cells else ""
     if not re.match(rf"# {number} · \w+", first):
@@ -72,13 +70,13 @@ def _title(notebook: NotebookNode, name: str) -> Iterator[str]:
         yield f"the first cell tells of {about[MARKS[0]]!r}; allowed: `{slug}` and its editions"
 
 
-def _in_short(notebook: NotebookNode, name: str) -> Iterator[str]:
+def _in_short(notebook, name):
     text = f"**In short.** {first_sentence(entry(name, notebook).headline)}"
     if not notebook.cells[1].source.startswith(text):
         yield f"the second cell says {notebook.cells[1].source!r}; allowed: {text!r}, and the picture"
 
 
-def _sections(notebook: NotebookNode) -> Iterator[str]:
+def _sections(notebook):
     """The usual ones; between "## Answer" and the next section the outputs are read, not the code."""
     sections = []
     for cell in notebook.cells:
@@ -90,7 +88,7 @@ def _sections(notebook: NotebookNode) -> Iterator[str]:
         yield f"the sections are {', '.join(sections) or 'none'}; allowed: {', '.join(SECTIONS)}"
 
 
-def _parameters(notebook: NotebookNode) -> Iterator[str]:
+def _parameters(notebook):
     parameters = read_parameters(notebook)
     if not parameters:
         yield "no cell is tagged `parameters`, or it is empty"
@@ -99,7 +97,7 @@ def _parameters(notebook: NotebookNode) -> Iterator[str]:
             yield f"parameter {parameter.name} has no comment"
 
 
-def _cells(notebook: NotebookNode) -> Iterator[str]:
+def _cells(notebook):
     for number, cell in enumerate(_code(notebook), start=1):
         if not cell.source.strip():
             yield f"code cell {number} is empty"
@@ -110,7 +108,7 @@ def _cells(notebook: NotebookNode) -> Iterator[str]:
             yield f"absolute path in a cell: {path[0]!r}"
 
 
-def _imports(notebook: NotebookNode) -> Iterator[str]:
+def _imports(notebook):
     """Few, and from the rooms of the library, by public names."""
     nodes = [node for cell in _code(notebook) for node in ast.walk(ast.parse(cell.source))]
     imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -123,7 +121,7 @@ def _imports(notebook: NotebookNode) -> Iterator[str]:
             yield f"`{ast.unparse(node)}`; allowed: public names of a room, as in labbook"
 
 
-def _exercises(notebook: NotebookNode) -> Iterator[str]:
+def _exercises(notebook):
     """A solution is checked before the next one comes, and committed solutions are right."""
     if any(map(has_solution, cleared(notebook).cells)):
         yield "a solution's mark is without its other end"
@@ -143,7 +141,7 @@ def _exercises(notebook: NotebookNode) -> Iterator[str]:
         yield f"{unchecked} is a solution without a checker"
 
 
-def _outputs(notebook: NotebookNode) -> Iterator[str]:
+def _outputs(notebook):
     outputs = [(cell, output) for cell in _code(notebook) for output in cell.outputs]
     size = len(json.dumps([output for _, output in outputs]))
     if size > MOST_BYTES:
@@ -158,7 +156,7 @@ def _outputs(notebook: NotebookNode) -> Iterator[str]:
             yield f"output of cell [{cell.execution_count}]: {match[0]}, another one elsewhere, or no PNG"
 
 
-def _metadata(notebook: NotebookNode) -> Iterator[str]:
+def _metadata(notebook):
     clean = tidy(notebook)
     for part in notebook.keys() - {"cells"}:
         if notebook[part] != clean[part]:

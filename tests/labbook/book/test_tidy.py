@@ -2,15 +2,14 @@
 
 import copy
 import os
-import sys
-from importlib import import_module
-from multiprocessing import get_context
+from multiprocessing import Pipe
 
 import nbformat
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from tests.labbook.kernel_forks import fork
 from traitlets.config import Config
 
 from labbook.book.tidy import CHECKER, IN_SHORT, cleared, has_solution, tidy, write_copies
@@ -98,21 +97,8 @@ def test_nbgrader_knows_what_to_clear_and_what_to_grade(notebook):
     assert solution["grade_id"] != check["grade_id"]
 
 
-launching = import_module("cs336_systems.parallel.launch")
-settle = launching._settle
-
-
-def settle_fork(rank, job):
-    """Leave what captures the output of the cell that has launched this worker."""
-    sys.stdout = sys.__stdout__
-    settle(rank, job)
-
-
 def run_copy(path, told):
     """In a process of its own, send what is wrong with a copy up to its last checker; "" at the end."""
-    # Its workers are forks of it: another server would import all anew.
-    launching._start_method = lambda: get_context("fork")
-    launching._settle = settle_fork
     notebook = nbformat.read(path, as_version=4)
     cells = [cell for cell in cleared(notebook).cells if cell.cell_type == "code"]
     checks = [i for i, cell in enumerate(cells) if CHECKER in cell.metadata["tags"]]
@@ -134,11 +120,8 @@ def run_copy(path, told):
 @pytest.mark.parametrize("path", WITH_STEPS, ids=lambda path: path.stem)
 def test_a_copy_runs_past_its_steps_and_says_not_yet_at_each(path):
     """As JupyterLab does, it goes on after a cell that raises and is marked as allowed to."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(launching._PRELOADED)
-    receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=run_copy, args=(path, send))
-    process.start()
+    receive, send = Pipe(duplex=False)
+    process = fork(run_copy, path, send)
     send.close()
     try:
         assert receive.recv() == ""

@@ -1,0 +1,72 @@
+"""Kernels of notebooks, and learners' copies, as forks of the server that the tests' ranks come from.
+
+It has imported what they import, and a kernel's own ranks come from it, too; else each would import torch.
+`pytest --nbval notebooks` alone and `make run` start kernels as Jupyter does.
+"""
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from multiprocessing import forkserver, get_context
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from jupyter_client.provisioning import local_provisioner
+
+from cs336_systems.parallel.launch import _PRELOADED, _start_method
+
+gc.freeze()  # no fork's collection walks what its server has imported
+
+
+def install():
+    """Where ranks are forks, kernels are."""
+    _PRELOADED.extend(["ipykernel.kernelapp", "labbook.page", "sympy", __name__])
+    if _start_method().get_start_method() == "forkserver":
+        local_provisioner.launch_kernel = start_kernel
+
+
+def fork(target: Callable, *args: Any) -> BaseProcess:
+    """A process started by the server."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    forkserver.ensure_running()
+    key = getattr(forkserver._forkserver, "_forkserver_authkey", None)  # from Python 3.14 on
+    process = context.Process(target=_run, args=(key, target) + args)
+    process.start()
+    return process
+
+
+def _run(key: bytes | None, target: Callable, *args: Any) -> None:
+    """In the process: its children come from the same server."""
+    server = forkserver._forkserver
+    server._forkserver_authkey = key
+    server.ensure_running = lambda: None
+    target(*args)
+
+
+def start_kernel(command: list[str], *, cwd: str, env: dict[str, str], **_) -> BaseProcess:
+    """What jupyter_client's `launch_kernel` does; the process can do what it asks of a Popen."""
+    process = fork(run_kernel, command, cwd, env)
+    while os.getpgid(process.pid) != process.pid:  # who interrupts it signals to its group
+        time.sleep(0.01)
+    process.poll = lambda: process.exitcode
+    process.wait = process.join
+    process.stdin = process.stdout = process.stderr = None
+    return process
+
+
+def run_kernel(command: list[str], cwd: str, env: dict[str, str]) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(nowhere, descriptor)
+    import matplotlib
+    from ipykernel.kernelapp import launch_new_instance
+
+    # A kernel tells matplotlib before it is imported.
+    matplotlib.rcParams["backend"] = "module://matplotlib_inline.backend_inline"
+    launch_new_instance(argv=command[-2:])
