@@ -4,29 +4,23 @@ It has imported what they import, and a kernel's own ranks come from it, too; el
 `pytest --nbval notebooks` alone and `make run` start kernels as Jupyter does.
 """
 
-import gc
 import os
 import time
-from collections.abc import Callable
 from multiprocessing import forkserver, get_context
-from multiprocessing.process import BaseProcess
-from typing import Any
 
 from jupyter_client.provisioning import local_provisioner
 
 from cs336_systems.parallel.launch import _PRELOADED, _start_method
 
-gc.freeze()  # no fork's collection walks what its server has imported
-
 
 def install():
     """Where ranks are forks, kernels are."""
-    _PRELOADED.extend(["ipykernel.kernelapp", "labbook.page", "sympy", __name__])
+    _PRELOADED.extend(["ipykernel.kernelapp", "labbook.page", "sympy", "tests.labbook.preloaded"])
     if _start_method().get_start_method() == "forkserver":
         local_provisioner.launch_kernel = start_kernel
 
 
-def fork(target: Callable, *args: Any) -> BaseProcess:
+def fork(target, *args):
     """A process started by the server."""
     context = get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
@@ -37,7 +31,7 @@ def fork(target: Callable, *args: Any) -> BaseProcess:
     return process
 
 
-def _run(key: bytes | None, target: Callable, *args: Any) -> None:
+def _run(key, target, *args):
     """In the process: its children come from the same server."""
     server = forkserver._forkserver
     server._forkserver_authkey = key
@@ -45,7 +39,7 @@ def _run(key: bytes | None, target: Callable, *args: Any) -> None:
     target(*args)
 
 
-def start_kernel(command: list[str], *, cwd: str, env: dict[str, str], **_) -> BaseProcess:
+def start_kernel(command, *, cwd, env, **_):
     """What jupyter_client's `launch_kernel` does; the process can do what it asks of a Popen."""
     process = fork(run_kernel, command, cwd, env)
     while os.getpgid(process.pid) != process.pid:  # who interrupts it signals to its group
@@ -56,7 +50,7 @@ def start_kernel(command: list[str], *, cwd: str, env: dict[str, str], **_) -> B
     return process
 
 
-def run_kernel(command: list[str], cwd: str, env: dict[str, str]) -> None:
+def run_kernel(command, cwd, env):
     os.setsid()
     os.environ.clear()
     os.environ.update(env)

@@ -104,7 +104,8 @@ def run_copy(path, told):
     checks = [i for i, cell in enumerate(cells) if CHECKER in cell.metadata["tags"]]
     not_yet = 0
     os.chdir(project().notebooks)
-    shell = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
+    quiet = Config(HistoryManager={"enabled": False}, InteractiveShell={"xmode": "Minimal"})
+    shell = InteractiveShell.instance(config=quiet)
     for i, cell in enumerate(cells[: checks[-1] + 1]):
         with capture_output() as said:
             done = shell.run_cell(cell.source, store_history=True)
