@@ -11,7 +11,7 @@ import triton.language as tl
 from layouts import DEVICE
 from torch.testing import assert_close
 
-from cs336_systems.kernels import runtime  # noqa: F401  mends the interpreter
+from cs336_systems import checks  # noqa: F401  mends the interpreter and hastens it
 
 N = 16
 
