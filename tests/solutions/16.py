@@ -50,9 +50,13 @@ def peak_of(plan, i, b):
 """,
         """
 def peak_of(plan, i, b):
-    left = [b if isinstance(part, tuple) else i + b for part in plan]
-    peaks = [peak_of(part, i, b) if isinstance(part, tuple) else i + b for part in plan]
-    return max((sum(left[:n]) + peak for n, peak in enumerate(peaks)), default=0)
+    def left(part):
+        return b if isinstance(part, tuple) else i + b
+
+    def there(part):
+        return peak_of(part, i, b) if isinstance(part, tuple) else i + b
+
+    return max(sum(map(left, plan[:n])) + there(part) for n, part in enumerate(plan))
 """,
     ],
     "run": [
@@ -109,7 +113,7 @@ WRONG = {
             ("(len(blocks) + 1) // 2", "len(blocks) // 2"),
             ("middle:", "-middle:"),
         ],
-        "middle block twice": [("blocks[middle:]", "blocks[len(blocks) // 2 :]")],
+        "powers of two": [("(len(blocks) + 1) // 2", "1 << (len(blocks) - 1).bit_length() - 1")],
         "flat": [("]), halves", "]) + halves")],
         "pairs not halved": [("< 2", "< 3")],
         "one and the rest": [("(len(blocks) + 1) // 2", "1")],
