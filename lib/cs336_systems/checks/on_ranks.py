@@ -134,6 +134,6 @@ def observed(notify: Callable[[Message], Any] = lambda message: None) -> Iterato
         _observers.pop()
 
 
-def _tell_observers(message: Message) -> None:
+def _tell_observers(message):
     for observe in _observers:
         observe(message)

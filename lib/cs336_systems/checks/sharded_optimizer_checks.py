@@ -120,7 +120,7 @@ def _has_groups(make: Make) -> Findings:
     )
 
 
-def _first(params: list) -> list:
+def _first(params):
     """Of two: were all dealt anew later, the small one would get another owner."""
     return params[1:3]
 

@@ -70,38 +70,34 @@ $a^2$, [11](11_one.ipynb), [13](13_three.ipynb), [there](../lib/x.py)"""
     return lambda: site.build(there, there), there
 
 
-def test_the_first_page_of_a_run_says_how_each_ended_and_why_one_failed(run, sphinx, capsys):
+def test_a_run_has_a_site_that_stays_when_the_next_cannot_be_built(
+    run, sphinx, capsys, monkeypatch
+):
+    """Its first page says how each ended; links lead somewhere; nothing is left beside it."""
     build, there = run
-    text = build().read_text()
+    first = build()
+    text = first.read_text()
     assert re.search(r"error +1.0 s  12_two steps=3\n +cell \[1\]: Bad: &lt;luck&gt;", text)
     assert "warning: 14_torn.ipynb is left out: NotJSON" in capsys.readouterr().err
     assert len(list(there.glob("*.ipynb"))) == 3
     assert [path.name for path in there.parent.iterdir()] == ["m"], (
         "myst-nb writes beside its pages"
     )
-
-
-def test_what_cannot_be_built_leaves_the_last_site(run, sphinx, monkeypatch):
-    build, there = run
-    before = build().read_text()
-    monkeypatch.setattr(site, "_CONFIG", "1 / 0")
-    with pytest.raises(BatchError, match="ZeroDivisionError"):
-        build()
-    assert (there / "index.html").read_text() == before
-
-
-def test_links_lead_somewhere(run, sphinx):
-    pages = sorted(run[0]().parent.glob("*.html"))
-    for page in pages:
+    for page in sorted(there.glob("*.html")):
         links = r'(?:href|src)="(?!https?:|data:|mailto:)([^"]*)"'
         for link in re.findall(links, page.read_text()):
             name, _, place = link.partition("#")
-            linked = page.parent / (name.partition("?")[0] or page.name)
+            linked = there / (name.partition("?")[0] or page.name)
             assert linked.exists(), (page.name, link)
             if place and linked.suffix == ".html":
                 assert f'id="{place}"' in linked.read_text(), link
-    text = (pages[0].parent / "12_two.html").read_text()
-    assert 'href="11_one-3.html"><span class="std std-doc">11</span></a>, 13, there' in text
+    second = (there / "12_two.html").read_text()
+    assert 'href="11_one-3.html"><span class="std std-doc">11</span></a>, 13, there' in second
+    assert "No plot" in (there / "gallery.html").read_text()
+    monkeypatch.setattr(site, "_CONFIG", "1 / 0")
+    with pytest.raises(BatchError, match="ZeroDivisionError"):
+        build()
+    assert first.read_text() == text
 
 
 @pytest.fixture
@@ -140,19 +136,7 @@ def test_a_browser_has_nothing_to_complain_of_at_a_desk_or_on_a_phone(run, sphin
     assert said == []
 
 
-def test_pages_and_rows(folder, sphinx):
-    there = site.build(folder / "site", folder / "notebooks").parent
-    texts = {path.stem: path.read_text() for path in there.glob("*.html")}
-    assert "11_one.html" in texts["index"]
-    assert "```" not in texts["index"]
-    assert "No plot" in texts["gallery"]
-    page = texts["12_two"]
-    assert re.search(r'="11_one\.html".*takes.*class="math.*</table>', page, re.DOTALL)
-    (rows,) = re.findall(r'href="(rows/m/.*?)"', page)
-    assert (there / rows).read_text() == "p50_ms\n1\n"
-
-
-def test_the_start_page_has_a_card_a_chapter_and_the_gallery_each_plot_of_committed_rows(
+def test_pages_have_their_rows_the_first_a_card_a_chapter_and_the_gallery_each_plot_of_committed_rows(
     folder, sphinx
 ):
     name = folder / "notebooks" / "11_one.ipynb"
@@ -165,10 +149,17 @@ def test_the_start_page_has_a_card_a_chapter_and_the_gallery_each_plot_of_commit
         notebook.cells.append(v4.new_code_cell(source, outputs=[output]))
     notebook.cells[0].source += "\n\n*Time:* 6 minutes to read, 30 to work."
     nbformat.write(notebook, name)
-    first = site.build(folder / "site", folder / "notebooks").read_text()
-    gallery = (folder / "site" / "gallery.html").read_text()
+    there = site.build(folder / "site", folder / "notebooks").parent
+    first, gallery, page = (
+        (there / f"{name}.html").read_text() for name in ("index", "gallery", "12_two")
+    )
+    assert "11_one.html" in first
+    assert "```" not in first
     assert "0.1 hours to read, 0.5 to work" in first
     for text in (first, gallery):
         assert 'alt="a &lt; b"\nwidth="40" height="20"' in text
         assert "mine" not in text
-    assert 'alt="mine"' in (folder / "site" / "11_one.html").read_text()
+    assert 'alt="mine"' in (there / "11_one.html").read_text()
+    assert re.search(r'="11_one\.html".*takes.*class="math.*</table>', page, re.DOTALL)
+    (rows,) = re.findall(r'href="(rows/m/.*?)"', page)
+    assert (there / rows).read_text() == "p50_ms\n1\n"
