@@ -67,7 +67,7 @@ def recomputed(schedule: Schedule) -> int:
     return sum(_reruns(part) for part in schedule if isinstance(part, tuple))
 
 
-def _reruns(segment: Schedule) -> int:
+def _reruns(segment):
     """Block forwards in one backward through a segment: its rerun, and those of the segments inside it."""
     last = segment[-1]
     skipped = block_count(last) if isinstance(last, tuple) else 0

@@ -127,7 +127,7 @@ def peak_phases(
     return {name: resident + alive for name, alive in phases.items()}
 
 
-def _forward_phases(n: Counts) -> dict[str, int]:
+def _forward_phases(n):
     """Without autograd only temporaries live, and the 16-bit weights that autocast keeps to the end.
 
     attention, at the softmax's division: the stream, its norm, projected q, k, v, rotated q, k; 12 bytes a
@@ -147,7 +147,7 @@ def _forward_phases(n: Counts) -> dict[str, int]:
     }
 
 
-def _training_phases(n: Counts, schedule: Schedule) -> dict[str, int]:
+def _training_phases(n, schedule):
     """Going back, saved activations leave and gradients arrive, so the peak is near one of the two ends.
 
     in forward: what it would need without autograd, and what the blocks before have saved.
@@ -194,7 +194,7 @@ def _training_phases(n: Counts, schedule: Schedule) -> dict[str, int]:
     return phases
 
 
-def _block_phases(n: Counts) -> dict[str, int]:
+def _block_phases(n):
     """Bytes alive in one block's backward pass, apart from the other blocks and their gradients.
 
     feed-forward: all the block saved but w2's copy, and both gradients of silu(w1 x) * w3 x.

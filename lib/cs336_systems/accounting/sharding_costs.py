@@ -203,5 +203,5 @@ def message_rows(
     ]
 
 
-def _count(config: ModelConfig, parts: tuple[str, ...]) -> int:
+def _count(config, parts):
     return sum(parameter_breakdown(config)[part] for part in parts)

@@ -176,7 +176,7 @@ def wrong_kinds(wrapped: nn.Module, frozen: Sequence[str] = ()) -> Iterator[str]
                 yield f"{kinds}. Keep the rows of the shard, and cast after the reduce-scatter."
 
 
-def _overlaps(wrap: Wrap) -> Findings:
+def _overlaps(wrap):
     module = Toy(0)
     wrapped = wrap(module)
     own_rank = dist.get_rank()

@@ -9,9 +9,8 @@ from math import prod
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from cs336_systems.arguments import check_choice
 from cs336_systems.checks import ddp_checks as shared
@@ -76,16 +75,16 @@ class _Layers(nn.Sequential):
 _uneven = partial(_Layers, sizes=_UNEVEN)
 
 
-def _gathered(message: Message) -> str:
+def _gathered(message):
     """The layer whose whole weight an all-gather brings, or "" of another message."""
     return _LAYER_OF.get(message.numel, "") if "gather" in message.collective else ""
 
 
-def _whole(wrapped: nn.Module) -> dict[str, Tensor]:
+def _whole(wrapped):
     return {name: x.detach().clone() for name, x in wrapped.gather_full_parameters().items()}
 
 
-def _shards(wrap: Wrap) -> Findings:
+def _shards(wrap):
     yield from shared.starts_from_rank_0(
         wrap,
         "Broadcast before sharding; put together what is kept, in the order of ranks, without padding.",
@@ -111,7 +110,7 @@ def _shards(wrap: Wrap) -> Findings:
     yield Property("of every Linear and Embedding weight a rank keeps its share")
 
 
-def _forward(wrap: Wrap) -> Findings:
+def _forward(wrap):
     wrapped = wrap(_Layers(seed=0))
     tokens = tokens_of(dist.get_rank(), 0)
     early = []
@@ -146,7 +145,7 @@ def _forward(wrap: Wrap) -> Findings:
     yield Property(f"{_IN_LOW}, weights are cast before they are gathered")
 
 
-def _backward(wrap: Wrap) -> Findings:
+def _backward(wrap):
     yield from shared.gradients(
         wrap,
         " Does each rank get the rows of its shard, and does backward compute with the whole weights?",
@@ -161,12 +160,12 @@ def _backward(wrap: Wrap) -> Findings:
     yield from shared.follow(wrap, how, make=_Layers, weights=_whole)
 
 
-def _has_memory(reference: StorageWeakRef) -> bool:
+def _has_memory(reference):
     storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return storage is not None and storage.nbytes() > 0
 
 
-def _memory(wrap: Wrap) -> Findings:
+def _memory(wrap):
     wrapped = wrap(_Layers(seed=0))
     mistakes = []
     crowds = []
@@ -232,7 +231,7 @@ def _memory(wrap: Wrap) -> Findings:
     )
 
 
-def _prefetch(wrap: Wrap) -> Findings:
+def _prefetch(wrap):
     wrapped = wrap(_Layers(seed=0))
     mistakes = []
     # Of a pass: the layers that it has reached, and by layer how many they were when its all-gather started.
@@ -306,7 +305,7 @@ def _prefetch(wrap: Wrap) -> Findings:
     yield Property("the all-gathers are under way before they are needed, at most two layers ahead")
 
 
-def _precision(wrap: Wrap) -> Findings:
+def _precision(wrap):
     wrapped = wrap(_Layers(seed=0), compute_dtype=_LOW)
     one_step(wrapped)
     yield from shared.wrong_kinds(wrapped)

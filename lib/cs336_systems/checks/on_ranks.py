@@ -1,7 +1,7 @@
 """Properties of a reader's class, tried by several processes: the runner, and what the properties use."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from inspect import signature
 from typing import Any
@@ -73,7 +73,7 @@ def try_properties(context: WorkerContext, pickled: bytes) -> list[str]:
     return []
 
 
-def _with_their_ranks(by_rank: Sequence[str]) -> list[str]:
+def _with_their_ranks(by_rank):
     """Each mistake once, and which ranks make it."""
     ranks: dict[str, list[str]] = {}
     for rank, mistake in enumerate(by_rank):
@@ -104,7 +104,7 @@ def unlike(
         yield f"{what} is {next(likely, otherwise)}"
 
 
-def _unfinished(sent: Sequence[Message]) -> str:
+def _unfinished(sent):
     handles = [message for message in sent if message.is_async]
     late = [message.collective for message in handles if not message.waited_for]
     if not late:

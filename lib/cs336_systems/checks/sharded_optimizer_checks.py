@@ -28,7 +28,7 @@ def check_sharded_optimizer(make: Make, *, only_states: bool = False) -> Finding
         yield from _has_groups(make)
 
 
-def _shares_states(make: Make) -> Findings:
+def _shares_states(make):
     pair = _Pair(make, groups=_first)
     candidate = pair.candidate
     count = len(pair.sharded)
@@ -53,7 +53,7 @@ def _shares_states(make: Make) -> Findings:
     )
 
 
-def _updates_all(make: Make) -> Findings:
+def _updates_all(make):
     for pair in (_Pair(make), _Pair(make, kind=SGD, lr=0.1, momentum=0.9)):
         for n in range(4):
             yield from pair.step(f"with {type(pair.optimizer).__name__}, step {n + 1}:")
@@ -88,7 +88,7 @@ def _updates_all(make: Make) -> Findings:
     yield Property("step(closure) runs the closure, once, before the update, and returns its loss")
 
 
-def _has_groups(make: Make) -> Findings:
+def _has_groups(make):
 
     def in_two(params):
         return [{"params": params[::2], "weight_decay": 0.5}, {"params": params[1::2], "lr": 0.01}]

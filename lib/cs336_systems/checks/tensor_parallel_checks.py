@@ -10,7 +10,7 @@ from torch import nn
 from cs336_systems.checks.exercise import StepCheck
 from cs336_systems.checks.on_ranks import Findings, Property, checker, observed, unlike
 from cs336_systems.model import SwiGLU
-from cs336_systems.parallel import WorkerContext, launch
+from cs336_systems.parallel import launch
 
 # Different sizes, so that a wrong cut shows.
 _D_MODEL = 6
@@ -99,13 +99,13 @@ def check_gather_linear(check: StepCheck, layer: Function) -> None:
     _show(check, launch(_try_gather, 2, layer, backend="gloo", timeout_s=60))
 
 
-def _show(check: StepCheck, by_rank: list[Found]) -> None:
+def _show(check, by_rank):
     for same in zip(*by_rank, strict=True):
         # The first that does not hold, or else any.
         check(*min(same, key=lambda found: found[1]))
 
 
-def _try_sums(context: WorkerContext, forward_sum: Function, backward_sum: Function) -> Found:
+def _try_sums(context, forward_sum, backward_sum):
     # Of input and gradient, by rank.
     numbers = torch.tensor([[[1.0, 2.0], [11.0, 12.0]], [[3.0, 5.0], [103.0, 105.0]]])
     alone, _ = dist.new_subgroups(1)
@@ -134,7 +134,7 @@ def _try_sums(context: WorkerContext, forward_sum: Function, backward_sum: Funct
     return found
 
 
-def _try_gather(context: WorkerContext, layer: Function) -> Found:
+def _try_gather(context, layer):
     torch.manual_seed(0)
     rank = context.rank
     xs = torch.randn(2, 4, 3).mT
