@@ -3,7 +3,7 @@
 PyTorch's operations get the same tensors in the same dtype, so there is no tolerance to choose.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -144,6 +144,7 @@ _SHAPES = ((64, 128), (37, 100), (1, 1500), (300, 1), (2, 3, 5, 33), (7,))
 def check_weighted_sum(
     weighted_sum: Callable[[Tensor, Tensor], Tensor],
     *,
+    shapes: Iterable[tuple[int, ...]] = _SHAPES,
     dtype: torch.dtype = torch.float32,
     device: Device | None = None,
     seed: int | None = None,
@@ -151,6 +152,7 @@ def check_weighted_sum(
     """Compare weighted_sum(x, w) of x (..., d) and w (d,), which returns (...), with float64.
 
     Args:
+        shapes: of x.
         device: None for the GPU when there is one.
         seed: of the random inputs, None for new ones.
 
@@ -164,7 +166,7 @@ def check_weighted_sum(
     random = partial(torch.randn, generator=generator, device=generator.device, dtype=dtype)
     reference = Reference(lambda x, w: (x * w).sum(-1), by_magnitude=True)
     lines = []
-    for shape in _SHAPES:
+    for shape in shapes:
         inputs = {
             "x": random(shape, requires_grad=True),
             "w": random(shape[-1:], requires_grad=True),
