@@ -12,6 +12,7 @@ _NAMES = {  # by their module, which is imported when one is used
     "why_not",
     "page": "Page",
     "plots": "bars lines spans stacked_bars",
+    "project": "configure",
     "ranks": "one_step_ms slowest",
     "rows": "RowError load_rows published save_rows",
     "sliders": "Sliders",

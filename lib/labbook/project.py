@@ -37,8 +37,13 @@ class Project:
         return self.root / "figures"
 
 
+def configure(folder: str | Path) -> None:
+    """Serve the project in this folder, in this process and in those that it starts."""
+    os.environ["LABBOOK_PROJECT"] = str(Path(folder).resolve())
+
+
 def project() -> Project:
-    """The project in the folder $LABBOOK_PROJECT, else the one around the working folder.
+    """The project in the folder of `configure` or $LABBOOK_PROJECT, else the one around the working folder.
 
     Else, as in a process that was started somewhere else, that of labbook's own checkout.
     Raises FileNotFoundError: there is none; the message says how one is made.
@@ -54,7 +59,7 @@ def _nearest():
         if (folder / _DECLARATION).is_file():
             return folder
     raise FileNotFoundError(
-        f"{here} is in no project, a folder with {_DECLARATION}; set LABBOOK_PROJECT to one"
+        f"{here} is in no project, a folder with {_DECLARATION}; call labbook.configure(folder)"
     )
 
 

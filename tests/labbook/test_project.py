@@ -56,7 +56,7 @@ def test_a_copy_of_labbook_serves_another_course(tmp_path, write_notebook):
     ]
 
 
-def test_a_project_is_the_one_named_or_around_the_working_folder(tmp_path, monkeypatch):
+def test_a_project_is_that_of_configure_or_around_the_working_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("LABBOOK_PROJECT", "")
     here = project.project().root
     assert here == Path(__file__).parents[2], "of the checkout, wherever tests run"
@@ -65,7 +65,7 @@ def test_a_project_is_the_one_named_or_around_the_working_folder(tmp_path, monke
     (tmp_path / "notebooks" / "book.yaml").write_text("reference: box")
     monkeypatch.chdir(inner)
     assert project._nearest.__wrapped__() == tmp_path
-    monkeypatch.setenv("LABBOOK_PROJECT", str(tmp_path))
+    labbook.configure(tmp_path)
     assert project.project() == project.Project(tmp_path, "box")
     monkeypatch.setenv("LABBOOK_PROJECT", "")
     assert project.project().root == here, "found once in a process"
@@ -74,5 +74,5 @@ def test_a_project_is_the_one_named_or_around_the_working_folder(tmp_path, monke
 def test_without_a_project_it_is_said_how_one_is_made(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(project, "__file__", str(tmp_path / "a" / "b" / "c.py"))
-    with pytest.raises(FileNotFoundError, match="LABBOOK_PROJECT"):
+    with pytest.raises(FileNotFoundError, match=r"labbook\.configure"):
         project._nearest.__wrapped__()
