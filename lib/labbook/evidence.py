@@ -1,7 +1,7 @@
 """Rows on record: which are of today's code, and which cases they spare."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -30,9 +30,7 @@ def measurements(slug: str, machines: Iterable[str]) -> Iterator[Rows]:
             yield Rows(machine, table, number, run, code.changed(run.code, now))
 
 
-def measured(
-    rows: pd.DataFrame, keys: Iterable[str], steps: int
-) -> Callable[[Mapping[str, Any]], bool]:
+def measured(rows: pd.DataFrame, keys: Iterable[str], steps: int) -> Callable:
     """Tells of a case whether one of the rows has it, so that it need not be measured again."""
     rows = rows[rows["status"] == "ok"]  # memory may be free now, a compiler installed
     if "steps" in rows:

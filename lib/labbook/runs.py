@@ -57,7 +57,7 @@ class Run:
     slug: str
     machine: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    executed: Callable[[], dict[str, str]] = dict
+    executed: Callable = dict
 
     def __post_init__(self) -> None:
         self.name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{self.slug}-{secrets.token_hex(2)}"

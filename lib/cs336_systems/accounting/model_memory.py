@@ -11,7 +11,6 @@ the allocator and the matrix library keep for themselves.
 from itertools import takewhile
 
 from cs336_systems.accounting.checkpoint_costs import (
-    Saved,
     Schedule,
     saved_after_forward,
     saved_in_backward,
@@ -163,10 +162,10 @@ def _training_phases(n, schedule):
     stream = FLOAT32_BYTES * n.stream
     block_saves = sum(saved_by_block(n).values())
 
-    def bytes_of(saved: Saved) -> int:
+    def bytes_of(saved):
         return saved.blocks * block_saves + saved.inputs * stream
 
-    def saved_by_forward(schedule: Schedule) -> int:
+    def saved_by_forward(schedule):
         """What blocks saved, less the weights' copies: `_forward_phases` has those of all blocks."""
         saved = saved_after_forward(schedule)
         return bytes_of(saved) - n.copy_width * saved.blocks * n.block_weights

@@ -16,7 +16,6 @@ temporaries with one number a row, padding, what the allocator and the matrix li
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from cs336_systems.accounting.collective_costs import MB
 from cs336_systems.accounting.element_counts import FLOAT32_BYTES, Counts, dtype_bytes
@@ -169,9 +168,7 @@ def peak_phases(n: Counts, sharding: Sharding, world_size: int) -> dict[str, tup
     }
 
 
-def memory_rows(
-    held: Mapping[str, Mapping[str, float]], predicted: Mapping[str, Mapping[str, float]]
-) -> list[dict[str, Any]]:
+def memory_rows(held: Mapping[str, Mapping], predicted: Mapping[str, Mapping]) -> list[dict]:
     """Bytes held at each moment in each category, beside those of `held_bytes`."""
     return [
         {
@@ -187,7 +184,7 @@ def memory_rows(
 
 def message_rows(
     messages: Iterable[tuple[str, int]], predicted: Mapping[str, float], world_size: int
-) -> list[dict[str, Any]]:
+) -> list[dict]:
     """What a rank sends in a step, from (collective, bytes) of its messages, beside that of `sent_bytes`."""
     sizes = {name: [] for name in predicted}
     for collective, size in messages:

@@ -41,7 +41,7 @@ class Trial:
     where: str
     output: str = "output"
 
-    def converted(self, convert: Callable[[Tensor], Tensor]) -> "Trial":
+    def converted(self, convert: Callable) -> "Trial":
         """The same with other floating-point tensors; those that require a gradient still do."""
         inputs = dict(self.inputs)
         for name, x in self.inputs.items():
@@ -49,7 +49,7 @@ class Trial:
                 inputs[name] = convert(x).detach().requires_grad_(x.requires_grad)
         return replace(self, inputs=inputs, d_output=convert(self.d_output))
 
-    def results(self, function: Callable[..., Tensor]) -> dict[str, Tensor | None]:
+    def results(self, function: Callable) -> dict[str, Tensor]:
         """The output by its name, and as "dx" the gradient of each input x that requires one."""
         copies = {
             name: x.detach().clone().requires_grad_(x.requires_grad)
@@ -76,12 +76,12 @@ class Reference:
     rounding: the rounding floor (relative), by default what rounding the inputs to float32 may change.
     """
 
-    formula: Callable[..., Tensor]
-    torchs_own: Callable[..., Tensor] | None = None
+    formula: Callable
+    torchs_own: Callable | None = None
     by_magnitude: bool = False
     rounding: float = 8 * EPS
 
-    def exact(self, trial: Trial) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def exact(self, trial: Trial) -> tuple[dict, dict]:
         """In float64 each result, and the norm that its errors are relative to."""
         results = trial.converted(Tensor.double).results(self.formula)
         terms = results
@@ -92,10 +92,10 @@ class Reference:
 
 
 def compare(
-    function: Callable[..., Tensor], trial: Trial, reference: Reference, *,
+    function: Callable, trial: Trial, reference: Reference, *,
     allowed_error: float | None = None,
-    diagnose: Callable[[Tensor, float], str] = lambda *_: "",
-) -> Iterator[dict[str, str | float]]:  # fmt: skip
+    diagnose: Callable = lambda *_: "",
+) -> Iterator[dict]:  # fmt: skip
     """Compare a function of the inputs, and the gradients of those that require one, with the reference.
 
     Args:
@@ -115,7 +115,7 @@ def compare(
     torchs = trial.results(reference.torchs_own or reference.formula)
     exact, norms = reference.exact(trial)
 
-    def error_of(name: str, result: Tensor) -> float:
+    def error_of(name, result):
         return ((result.double() - exact[name]).norm() / norms[name]).item()
 
     standard = "as given" if allowed_error else f"{ALLOWED_RATIO:g} times what PyTorch's own is off"
@@ -142,7 +142,7 @@ _SHAPES = ((64, 128), (37, 100), (1, 1500), (300, 1), (2, 3, 5, 33), (7,))
 
 
 def check_weighted_sum(
-    weighted_sum: Callable[[Tensor, Tensor], Tensor],
+    weighted_sum: Callable,
     *,
     shapes: Iterable[tuple[int, ...]] = _SHAPES,
     dtype: torch.dtype = torch.float32,

@@ -49,8 +49,8 @@ class StepCheck:
     """What a step has shown so far. passed: every property held; None while it is not written yet."""
 
     def __init__(self) -> None:
-        self.passed: bool | None = True
-        self.kept: list[tuple[str, Tensor, Tensor]] = []
+        self.passed = True
+        self.kept = []
 
     def __call__(self, property: str, holds: Any, diagnosis: str = "") -> None:
         """Show a property; `holds` is anything true or false, `diagnosis` the usual reason if false."""

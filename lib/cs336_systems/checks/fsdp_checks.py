@@ -17,7 +17,6 @@ from cs336_systems.checks import ddp_checks as shared
 from cs336_systems.checks.ddp_checks import VOCABULARY, Wrap, loss_of, one_step, tokens_of
 from cs336_systems.checks.on_ranks import Findings, Property, checker, close, observed
 from cs336_systems.model import Embedding, Linear, RMSNorm
-from cs336_systems.traffic import Message
 
 # No two have as many elements, nor has one's share on 2, 3, 4 or 6 ranks, which identifies messages.
 _SIZES = {
@@ -62,7 +61,7 @@ def check_fsdp(wrap: Wrap, *, only: Sequence[str] = ()) -> Findings:
 class _Layers(nn.Sequential):
     """Five layers and a norm."""
 
-    def __init__(self, seed: int, sizes: dict[str, tuple[int, int]] = _SIZES):
+    def __init__(self, seed, sizes=_SIZES):
         torch.manual_seed(seed)
         super().__init__()
         for layer, size in sizes.items():
@@ -95,7 +94,7 @@ def _shards(wrap):
 
     wrapped = wrap(_Layers(seed=0))
     # By layer: a shard may have a name of its own.
-    sizes = Counter[str]()
+    sizes = Counter()
     for name, parameter in wrapped.module.named_parameters():
         sizes[name.rpartition(".")[0]] += parameter.numel()
     for name, parameter in _Layers(seed=0).named_parameters():
@@ -170,7 +169,7 @@ def _memory(wrap):
     mistakes = []
     crowds = []
     # Of whole weights, and of the whole gradients of this step.
-    seen: dict[str, list[Message]] = {name: [] for name in _MOST}
+    seen = {name: [] for name in _MOST}
     reductions = seen["reduce_scatter"]
     still = "the whole weights of these layers still have memory:"
 

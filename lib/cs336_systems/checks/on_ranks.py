@@ -23,7 +23,7 @@ class Property(str):
 Findings = Iterator[str]
 
 
-def checker(properties: Callable[..., Findings]) -> Callable[..., None]:
+def checker(properties: Callable) -> Callable:
     """Makes of `properties(candidate, **asked)` a check(candidate, *, world_size=2, timeout_s=60, **options).
 
     Every rank of some CPU processes runs the generator, which yields what is wrong, the likeliest first, and
@@ -34,9 +34,7 @@ def checker(properties: Callable[..., Findings]) -> Callable[..., None]:
     """
 
     @wraps(properties)
-    def check(
-        candidate: Callable, *, world_size: int = 2, timeout_s: float = 60.0, **options: Any
-    ) -> None:
+    def check(candidate, *, world_size=2, timeout_s=60.0, **options):
         names = options.keys() & signature(properties).parameters.keys()
         asked = {name: options.pop(name) for name in names}
         job = cloudpickle.dumps((partial(candidate, **options), partial(properties, **asked)))
@@ -75,7 +73,7 @@ def try_properties(context: WorkerContext, pickled: bytes) -> list[str]:
 
 def _with_their_ranks(by_rank):
     """Each mistake once, and which ranks make it."""
-    ranks: dict[str, list[str]] = {}
+    ranks = {}
     for rank, mistake in enumerate(by_rank):
         if mistake:
             ranks.setdefault(mistake, []).append(str(rank))
@@ -84,7 +82,7 @@ def _with_their_ranks(by_rank):
 
 def from_all(own: Any) -> list[Any]:
     """What every rank has, by rank."""
-    gathered: list[Any] = [None] * dist.get_world_size()
+    gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
     return gathered
 
@@ -115,15 +113,15 @@ def _unfinished(sent):
     )
 
 
-_observers: list[Callable[[Message], None]] = []
+_observers = []
 
 
 @contextlib.contextmanager
-def observed(notify: Callable[[Message], Any] = lambda message: None) -> Iterator[list[Message]]:
+def observed(notify: Callable = lambda message: None) -> Iterator[list[Message]]:
     """The messages that the candidate starts inside; `notify` is called with each when it starts."""
-    messages: list[Message] = []
+    messages = []
 
-    def observe(message: Message) -> None:
+    def observe(message):
         messages.append(message)
         notify(message)
 

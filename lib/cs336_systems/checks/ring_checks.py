@@ -32,9 +32,9 @@ def run_ring(
     ranks = [all_reduce(tensor, rank, n) for rank, tensor in enumerate(tensors)]
     silent = "it returned before it sent anything: `arrived = yield tensor` sends a tensor"
     assert isinstance(ranks[0], Generator), silent
-    results = list[Tensor]()
-    sent = [list[Tensor]() for _ in ranks]
-    arriving: list[Tensor | None] = [None] * n
+    results = []
+    sent = [[] for _ in ranks]
+    arriving = [None] * n
     while not results:
         leaving = []
         for rank, arrived, log in zip(ranks, arriving, sent, strict=True):

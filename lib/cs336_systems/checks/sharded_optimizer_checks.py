@@ -1,7 +1,6 @@
 """Properties of a sharded optimizer, with error messages for its author."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -139,17 +138,17 @@ class _Pair:
         self.alone = [nn.Parameter(x.clone()) for x in self.before]
         self.sharded = [nn.Parameter(x.clone()) for x in self.before]
         self.steps = 0
-        self.inside = inside = list[Optimizer]()
+        self.inside = inside = []
 
         class Recording(kind):
-            def __init__(self, *args: Any, **settings: Any):
+            def __init__(self, *args, **settings):
                 super().__init__(*args, **settings)
                 inside.append(self)
 
         self.optimizer = kind(groups(self.alone), **settings)
         self.candidate = make(groups(self.sharded), Recording, **settings)
 
-    def set_gradients(self, without: int | None = None) -> None:
+    def set_gradients(self, without=None):
         """The same on every rank, as data parallelism leaves them."""
         generator = torch.Generator(torch.get_default_device()).manual_seed(self.steps)
         self.steps += 1
@@ -161,19 +160,19 @@ class _Pair:
             self.alone[without].grad = None
             self.sharded[without].grad = None
 
-    def step(self, when: str = "", mend: str = "", without: int | None = None) -> list[str]:
+    def step(self, when="", mend="", without=None):
         """A step of both, and the mistakes of this rank after it."""
         self.set_gradients(without)
         self.optimizer.step()
         self.candidate.step()
         return [" ".join(filter(None, (when, mistake, mend))) for mistake in self.mistakes()]
 
-    def add_others(self) -> None:
+    def add_others(self):
         """As a second group."""
         for optimizer, params in ((self.optimizer, self.alone), (self.candidate, self.sharded)):
             optimizer.add_param_group({"params": params[3:] + params[:1], "lr": 0.01})
 
-    def mistakes(self) -> Iterator[str]:
+    def mistakes(self):
         """Which parameters are not, bit for bit, what one optimizer makes of them."""
         tensors = zip(self.names, self.sharded, self.alone, self.before, strict=True)
         for name, sharded, alone, before in tensors:
@@ -188,7 +187,7 @@ class _Pair:
                 torch.equal,
             )
 
-    def sharing_mistakes(self) -> Iterator[str]:
+    def sharing_mistakes(self):
         """By the bytes of states: an optimizer inside may keep them of slices of all parameters."""
         shares = [sum(sizes) for sizes in from_all(_state_bytes(self.inside))]
         sizes = _state_bytes([self.optimizer])
