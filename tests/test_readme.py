@@ -34,7 +34,7 @@ CHAPTERS = {  # what the page for teachers says of each besides: what to have re
     "31": "11 | no; times want two",
     "41": "35, 36 | no; times want two",
     "51": "31, 43 | no",
-    "61": "16, 25, 43 | two",
+    "61": "16, 25, 43 | no; times want two",
 }
 
 

@@ -99,11 +99,12 @@ def compare(
     """Compare a function of the inputs, and the gradients of those that require one, with the reference.
 
     Args:
-        allowed_error: relative, instead of twice PyTorch's own.
+        allowed_error: relative, instead of twice PyTorch's own or the rounding floor.
         diagnose: of a result and its error, the usual reason.
 
     Yields:
-        Of the output, and of "dx" for each such input x, the relative error, PyTorch's, and their ratio.
+        Of the output, and of "dx" for each such input x, the relative error, PyTorch's or the rounding floor,
+        whichever is larger, and their ratio.
 
     Raises:
         AssertionError: a result is missing, of the wrong shape or dtype, not finite, or too far off, or an
@@ -118,7 +119,7 @@ def compare(
     def error_of(name, result):
         return ((result.double() - exact[name]).norm() / norms[name]).item()
 
-    standard = "as given" if allowed_error else f"{ALLOWED_RATIO:g} times what PyTorch's own is off"
+    standard = "as given" if allowed_error else f"{ALLOWED_RATIO:g} times what PyTorch's own or rounding is off"
     for name, result in results.items():
         label = f"{name} of {trial.where}"
         assert result is not None, f"{label} is missing"
@@ -157,7 +158,7 @@ def check_weighted_sum(
         seed: of the random inputs, None for new ones.
 
     Returns:
-        One line a shape and tensor: its relative error, PyTorch's, and their ratio.
+        One line a shape and tensor: its relative error, PyTorch's or the rounding floor, and their ratio.
 
     Raises:
         AssertionError: see `compare`.
