@@ -119,7 +119,7 @@ def compare(
     def error_of(name, result):
         return ((result.double() - exact[name]).norm() / norms[name]).item()
 
-    standard = "as given" if allowed_error else f"{ALLOWED_RATIO:g} times what PyTorch's own or rounding is off"
+    standard = "as given" if allowed_error else f"{ALLOWED_RATIO:g} times PyTorch's or rounding's"
     for name, result in results.items():
         label = f"{name} of {trial.where}"
         assert result is not None, f"{label} is missing"
