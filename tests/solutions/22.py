@@ -31,13 +31,12 @@ def my_compile_seconds(step, steady_calls=5):
     return first - statistics.median(steady)
 """,
         """
+import timeit
+
+
 def my_compile_seconds(step, steady_calls=5):
-    stamps = [time.perf_counter()]
-    for _ in range(1 + steady_calls):
-        step()
-        stamps.append(time.perf_counter())
-    taken = pd.Series(stamps).diff()[1:]
-    return taken.iloc[0] - taken.iloc[1:].median()
+    first, *steady = timeit.repeat(step, number=1, repeat=1 + steady_calls)
+    return first - pd.Series(steady).median()
 """,
     ],
 }

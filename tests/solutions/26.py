@@ -75,11 +75,9 @@ WRONG = {
         "the flush is timed": [
             ("        flush()\n        start = tick()", "        start = tick()\n        flush()")
         ],
-        "flushed once": [
-            ("        flush()\n", ""),
-            ("    times = []\n", "    times = []\n    flush()\n"),
-        ],
-        "warm-up is counted": [("times[warmup:]", "times")],
+        "only the first tensor's": [("in tensors", "in tensors[:1]")],
+        "the times sorted": [("return times[warmup:]", "return sorted(times[warmup:])")],
+        "always two of warm-up": [("times[warmup:]", "times[2:]"), ("(warmup", "(2")],
     },
     "host_bound": {
         "only a longer sum": [(".abs()", "")],
