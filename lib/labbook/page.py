@@ -13,7 +13,7 @@ from labbook import bench, code, evidence
 from labbook.book.notebooks import check_parameters
 from labbook.compare import beside_published
 from labbook.files import figures_dir, write_atomically
-from labbook.labels import column_label, significant, value_label, with_derived
+from labbook.labels import column_label, significant, with_derived
 from labbook.machine import MachineCard, load_card, machine_card
 from labbook.project import project
 from labbook.release import provenance
@@ -82,10 +82,7 @@ class Page:
         rows: of the reference.
         """
         theirs = published(table) if isinstance(table, str) else table
-        caption = (
-            f"Beside public reports: {column_label(value)}, "
-            f"theirs over that of the {value_label(self.reference)}"
-        )
+        caption = f"Beside public reports: {column_label(value)}, theirs over ours"
         both = beside_published(theirs, rows, keys, value)
         numbers = both[["theirs", "ours", "ratio"]].map(significant)
         show(both.assign(**numbers), caption, folded=True)

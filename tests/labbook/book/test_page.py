@@ -42,7 +42,7 @@ def test_reports_stand_folded_beside_the_reference(page, shown):
     theirs = ours.assign(total=2 * ours["total"], gpu="another card")
     page.beside_published(theirs, ["accumulation", "steps"], "total", ours)
     (table,) = shown
-    start = "<details><summary>Beside public reports: total, theirs over that of the H200</summary>"
+    start = "<details><summary>Beside public reports: total, theirs over ours</summary>"
     html = table["text/html"]
     assert html.startswith(start)
     assert html.count("2.00") == len(ours)
