@@ -100,8 +100,7 @@ def one(frame: pd.DataFrame, **key: object) -> pd.Series:
         return rows.iloc[0]
     differences = varying_values(rows, rows.columns) or "nothing"
     raise LookupError(
-        f"{len(rows)} rows of {len(frame)} have {', '.join(texts)}, one is wanted; they differ in "
-        f"{differences}"
+        f"{len(rows)} rows of {len(frame)} have {', '.join(texts)}, not one; they differ in {differences}"
     )
 
 

@@ -68,17 +68,20 @@ class MachineCard:
         )
 
 
-def machine_card(device: str | torch.device = "auto", several: bool = False) -> MachineCard:
+def machine_card(
+    device: str | torch.device = "auto", several: bool = False, anew: bool = False
+) -> MachineCard:
     """The card of this machine: from `figures/<slug>/machine.json`, or measured (seconds) and written there.
 
     several: for rows of several processes, which depend on how many GPUs there are.
+    anew: measure it again.
     A card that tells of another GPU, torch or triton is measured anew.
     Raises RuntimeError: the device is not there. PermissionError: the figures folder cannot be written to.
     ValueError: the stored card is damaged.
     """
     device = resolve_device(device)
     facts = _describe(device, several)
-    if facts["slug"] in machines():
+    if not anew and facts["slug"] in machines():
         card = load_card(facts["slug"])
         if all(getattr(card, name) == facts[name] for name in ("gpu", "torch", "triton")):
             return card

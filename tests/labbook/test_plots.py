@@ -185,10 +185,7 @@ def test_a_picture_does_not_follow_the_users_style(rows):
 
 
 def test_zeros_are_in_the_picture():
-    points = [
-        (0.0, 9.0),
-        (1.0, 0.0),
-    ]
+    points = [(0.0, 9.0), (1.0, 0.0)]
     rows = pd.DataFrame(points, columns=["bucket_size_mb", "p50_ms"])
     axes = lines(rows, "bucket_size_mb").axes[0]
     for point in points:

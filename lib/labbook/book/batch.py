@@ -57,20 +57,20 @@ class Job:
         """Name of its files: the notebook, parameters to read, and a digest of all of them to tell apart."""
         if not self.parameters:
             return self.notebook.stem
-        values = self.parameters.values()
-        short = [str(value) for value in values if isinstance(value, str | int | float)]
+        short = [
+            str(value) for value in self.parameters.values() if isinstance(value, str | int | float)
+        ]
         text = json.dumps(self.parameters, sort_keys=True)
-        words = [self.notebook.stem] + short[:4]
-        words.append(hashlib.sha256(text.encode()).hexdigest()[:6])
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        words = [self.notebook.stem] + short[:4] + [digest[:6]]
         return "-".join(re.sub(r"[^\w.-]+", "_", word) for word in words)
 
     def line(self) -> str:
         """The parameters as one would give them."""
-        texts = {
-            name: value if isinstance(value, str) else json.dumps(value)
+        return " ".join(
+            f"{name}={value if isinstance(value, str) else json.dumps(value)}"
             for name, value in self.parameters.items()
-        }
-        return " ".join(f"{name}={text}" for name, text in texts.items())
+        )
 
 
 def jobs(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = ()) -> list[Job]:

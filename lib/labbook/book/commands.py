@@ -63,6 +63,7 @@ def _add_run_options(parser):
     add("--only", nargs="+", default=[], metavar="NOTEBOOK", help="number, slug or name")
     add("-p", action="append", default=[], metavar="NAME=VALUE", help="where a notebook has it")
     add("--force", action="store_true", help="execute also what is done and unchanged")
+    add("--remeasure-card", action="store_true", help="the machine was busy when it was measured")
     add("--cluster", choices=["slurm"], help="submit, and wait; SBATCH_PARTITION etc. as usual")
     add("--job", metavar="NAME", help="one job alone, by the name of its files")
     add("--dry-run", action="store_true", help="print what would be executed, and for how long")
@@ -98,7 +99,9 @@ def _run(options):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the notebooks inherit it
     # In a process of its own: one that has touched CUDA holds GPU memory until it ends.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        card = pool.submit(machine_card).result()
+        # Processes that share GPUs have a card of their own.
+        for several in [True] * (needed > 1) + [False]:
+            card = pool.submit(machine_card, "auto", several, options.remeasure_card).result()
     print(card.line())
     make_folder(figures_dir() / card.slug)  # what cannot be kept is not measured
     folder = options.output.resolve() / card.slug
@@ -126,8 +129,9 @@ def _report(outcomes, folders):
         try:
             print(site.build(folder, folder))
         except Exception as error:  # whatever Sphinx, its extensions or the disk lack
-            index = folder / "index.html"
-            print(f"warning: {index} cannot be made: {one_line(error)}", file=sys.stderr)
+            print(
+                f"warning: {folder}/index.html cannot be made: {one_line(error)}", file=sys.stderr
+            )
     return int(any(outcome.status == "error" for outcome in outcomes))
 
 
@@ -178,7 +182,7 @@ def _release_check(options):
     """list the committed rows that are not of today's code, and what has changed since"""
     old = release.old_rows()
     print("\n".join(old or ["all committed rows are of today's code"]))
-    return int(bool(old))
+    return bool(old)
 
 
 def _paths(words):

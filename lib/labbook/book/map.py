@@ -35,38 +35,39 @@ class Entry(NamedTuple):
 
     name: str
     title: str
-    editions: tuple[str, ...]
+    editions: list[str]
     question: str
-    read_before: tuple[str, ...]
-    minutes: tuple[str, ...]
+    read_before: list[str]
+    minutes: list[str]
     headline: str
     picture: NotebookNode | None
 
 
 def read_map() -> dict[str, Entry]:
     """The notebooks there are, by name, without those that only show what the others found."""
-    paths = notebooks.paths(notebooks.folder())
     return {
         path.stem: entry(path.stem, nbformat.read(path, as_version=4))
-        for path in paths
+        for path in notebooks.paths(notebooks.folder())
         if not notebooks.is_last(path.stem)
     }
 
 
 def entry(name: str, notebook: NotebookNode) -> Entry:
     """What an executed notebook says of itself."""
+    title = re.match("# (.+)", "".join(cell.source for cell in notebook.cells[:1]))
+    if not title:
+        raise ValueError(f"{name} has no first cell '# {name[:2]} · a title', and so is no chapter")
     handout, question, before, time = first_cell(notebook).values()
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     tagged = [cell for cell in code if HEADLINE in cell.metadata.get("tags", [])]
     drawn = tagged + [cell for cell in code if draws_committed_rows(cell.source)]
     answer = _first_shown(tagged, "text/markdown")
     headline = answer and re.sub(_AROUND, "", answer.data["text/markdown"], flags=re.DOTALL)
-    editions = tuple(re.findall(r"\b20\d\d\b", handout))
-    numbers = tuple(re.findall(r"\b\d\d\b", re.sub(r"\(.*?\)", "", before)))
-    minutes = tuple(re.findall(r"\d+", time.replace("an hour", "60 minutes")))
+    editions = re.findall(r"\b20\d\d\b", handout)
+    numbers = re.findall(r"\b\d\d\b", re.sub(r"\(.*?\)", "", before))
+    minutes = re.findall(r"\d+", time.replace("an hour", "60 minutes"))
     picture = _first_shown(drawn, "image/png")
-    title = notebook.cells[0].source.partition("\n")[0].removeprefix("# ")
-    return Entry(name, title, editions, question, numbers, minutes, headline or "", picture)
+    return Entry(name, title[1], editions, question, numbers, minutes, headline or "", picture)
 
 
 def draws_committed_rows(source: str) -> bool:

@@ -161,8 +161,9 @@ def _type_error(name, value, default):
     kinds = {int, float} if kind is float else {kind}
     if set(map(type, _listed(value))) <= kinds and isinstance(value, list | tuple) == is_list:
         return ""
-    allowed = f"{'a list of ' * is_list}{kind.__name__}, like {default!r}"
-    return f"{name} is {value!r}; allowed: {allowed}"
+    return (
+        f"{name} is {value!r}; allowed: {'a list of ' * is_list}{kind.__name__}, like {default!r}"
+    )
 
 
 def rules_of(slug: str) -> dict[str, dict[str, Any]]:
@@ -201,10 +202,8 @@ def _words(rule, values):
 
 def _limits(number, rule, values):
     """What a number may be, where this one is something else."""
-    least = rule["least"]
-    most = rule["most"]
-    if not least <= number <= most:  # nor is NaN
-        return f"{least} to {most}"
+    if not rule["least"] <= number <= rule["most"]:  # nor is NaN
+        return f"{rule['least']} to {rule['most']}"
     if rule.get("power_of_two") and number.bit_count() > 1:
         return "a power of two"
     divisor = rule.get("multiple_of", 0)

@@ -22,10 +22,9 @@ from PIL import Image
 from labbook.book import batch, notebooks
 from labbook.book import map as overview
 from labbook.book.notebooks import BatchError
-from labbook.book.tidy import CHECKER, HIDE_INPUT, has_solution
+from labbook.book.tidy import ASIDE, CHECKER, HIDE_INPUT, has_solution
 from labbook.files import locked, make_folder
 from labbook.project import project
-from labbook.timing import one_line
 
 _LINK = r"\[([^][]*)\]\((?:\.\./[^)]*|(?P<name>\d\d_\w+)\.ipynb(?P<at>#[^)]*)?)\)"
 _MEASURED = r'"(measured (?:at|on) [^"\\]+)'  # what the card of its machine ends with
@@ -101,8 +100,8 @@ def build(target: Path, executed: Path) -> Path:
         for path in paths:
             try:
                 pages.append(_write_page(path, source, names, run))
-            except Exception as error:  # whatever nbformat finds in what a killed run left
-                print(f"warning: {path.name} is left out: {one_line(error)}", file=sys.stderr)
+            except Exception as error:  # a stranger's, or whatever a killed run left
+                print(f"warning: {path.name} is left out: {error}", file=sys.stderr)
         shutil.copytree(
             Path(find_spec("jupyter_server_mathjax").origin).parent / "static",
             source / "static" / "mathjax",
@@ -230,13 +229,17 @@ def _fold(notebook, run):
             prompt = "Parameters" if "parameters" in tags else "Set-up"
             tags.append("hide-cell")
         # Their output says it all.
-        elif cell.source.startswith(("solution(", "show_source(", "labbook.show_source(")):
+        elif re.match(r"solution\(|(labbook\.)?show_source\(", cell.source):
             tags.append("remove-input")
         # Of a run, what its machine measured is what one reads.
-        elif "page.measure(" in cell.source or heading == f"### This machine{run}":
+        elif (
+            "hide-cell" in tags
+            or "page.measure(" in cell.source
+            or heading == f"### This machine{run}"
+        ):
             prompt = "Code and output"
             tags.append("hide-cell")
-        elif section in ("## Measure", "## Results"):
+        elif ASIDE in tags or section in ("## Measure", "## Results"):
             tags.append(HIDE_INPUT)
         cell.metadata["mystnb"] = {"code_prompt_show": prompt, "code_prompt_hide": prompt}
 

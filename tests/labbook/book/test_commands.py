@@ -52,7 +52,7 @@ def command(*arguments) -> int:
 
 @pytest.mark.parametrize(
     ("gpus", "planned"),
-    [(0, "42 s  11_one"), (1, "? s  12_two"), (2, "0 s"), (3, "0 s"), (6, "42 s  11_one")],
+    [(0, "42 s  11_one"), (1, "? s  12_two"), (2, "0 s"), (6, "42 s  11_one")],
 )
 def test_the_profile_is_what_the_machine_has_and_its_time_that_of_the_last_run(
     folder, monkeypatch, capsys, gpus, planned
@@ -119,13 +119,15 @@ def test_list_shows_parameters_with_defaults_and_comments(capsys):
 
 
 def test_figures_are_where_the_command_was_given_and_looked_at_first(
-    folder, outcome, monkeypatch, capsys
+    folder, outcome, monkeypatch, capsys, measured_cards
 ):
-    """A notebook runs in another folder."""
+    """A notebook runs in another folder. The machine's card is there, too."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("LABBOOK_FIGURES", "mine")
     assert command("run", "--output", folder / "runs") == 0
     assert os.environ["LABBOOK_FIGURES"] == str(folder / "mine")
+    assert command("run", "--output", folder / "runs", "--remeasure-card") == 0
+    assert len(measured_cards) == 2
     monkeypatch.setattr(os, "access", lambda path, mode: "mine" not in str(path))
     assert command("run", "--output", folder / "runs") == 2
     assert "LABBOOK_FIGURES" in capsys.readouterr().err

@@ -69,8 +69,8 @@ def test_what_the_first_cell_says_and_the_tagged_answer_without_its_letter(entry
     other = answered("**(1)** Not this.", tagged=False)
     entry = entry_of(other, answered("**(2)** It **is** (far) off.\n\n<details>\n✓</details>"))
     assert entry.question == "Add 0.01 to a running total. Which of the four sums is far off? Why?"
-    assert (entry.read_before, entry.minutes) == (("11", "12"), ("5", "15"))
-    assert entry.editions == ("2025", "2026")
+    assert (entry.read_before, entry.minutes) == (["11", "12"], ["5", "15"])
+    assert entry.editions == ["2025", "2026"]
     assert entry.headline == "It **is** (far) off."
     assert entry_of(other).headline == entry_of(code("answer(...)", tagged=True)).headline == ""
 

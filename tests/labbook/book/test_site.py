@@ -37,7 +37,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_what_is_not_installed_or_not_executed_is_said(folder, monkeypatch):
-    monkeypatch.setattr(site, "find_spec", lambda name: None if name == "furo" else name)
+    monkeypatch.setattr(site, "find_spec", lambda name: None)
     with pytest.raises(BatchError, match=r"pip install -e '.\[site\]'"):
         site.build(folder / "site", folder / "notebooks")
     monkeypatch.setattr(site, "find_spec", lambda name: name)
@@ -67,6 +67,7 @@ $a^2$, [11](11_one.ipynb), [13](13_three.ipynb), [there](../lib/x.py)"""
         nbformat.write(notebook, there / f"{name}.ipynb")
         write_record(there / f"{name}.json", outcome)
     (there / "14_torn.ipynb").write_text("{")
+    nbformat.write(v4.new_notebook(), there / "15_strange.ipynb")
     return lambda: site.build(there, there), there
 
 
@@ -78,8 +79,8 @@ def test_a_run_has_a_site_that_stays_when_the_next_cannot_be_built(
     first = build()
     text = first.read_text()
     assert re.search(r"error +1.0 s  12_two steps=3\n +cell \[1\]: Bad: &lt;luck&gt;", text)
-    assert "warning: 14_torn.ipynb is left out: NotJSON" in capsys.readouterr().err
-    assert len(list(there.glob("*.ipynb"))) == 3
+    assert re.search("14_.* not appear .*\n.* no first cell '# 15", capsys.readouterr().err)
+    assert len(list(there.glob("*.ipynb"))) == 4
     assert [path.name for path in there.parent.iterdir()] == ["m"], (
         "myst-nb writes beside its pages"
     )
