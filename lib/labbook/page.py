@@ -37,7 +37,7 @@ class Page:
     Raises BatchError: a parameter has a value that the notebook cannot run with; a line for each.
     """
 
-    def __init__(self, slug: str, parameters: Mapping[str, Any]) -> None:
+    def __init__(self, slug: str, parameters: Mapping) -> None:
         check_parameters(slug, parameters)
         # What was imported stays: each collection between cases would walk all of it.
         _freeze_once()
@@ -87,7 +87,7 @@ class Page:
         numbers = both[["theirs", "ours", "ratio"]].map(significant)
         show(both.assign(**numbers), caption, folded=True)
 
-    def save(self, rows: Iterable[Mapping[str, Any]], table: str) -> None:
+    def save(self, rows: Iterable[Mapping], table: str) -> None:
         """Save rows as this machine's, and print what came out, a line for each that says something new."""
         rows = list(rows)
         save_rows(rows, self.slug, table, self.card.slug, self.run)

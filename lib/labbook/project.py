@@ -4,7 +4,6 @@ import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -70,6 +69,6 @@ def _declared(root):
     return Project(root, declared.get("reference", ""), **lists)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict:
     """What a file of the project declares."""
     return yaml.load(path.read_text(encoding="utf-8"), _LOADER) or {}

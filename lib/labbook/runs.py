@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +41,7 @@ class Record:
     settings: dict[str, str] = field(default_factory=dict)
     commit: str = "unknown"
     measured_at: list[str] = field(default_factory=list)  # first, last
-    parameters: dict[str, Any] = field(default_factory=dict)
+    parameters: dict = field(default_factory=dict)
     code: dict[str, str] = field(default_factory=dict)
 
 
@@ -56,7 +55,7 @@ class Run:
 
     slug: str
     machine: str
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping = field(default_factory=dict)
     executed: Callable = dict
 
     def __post_init__(self) -> None:

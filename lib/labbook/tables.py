@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from html import escape
 
-import numpy as np
 import pandas as pd
 from IPython import display
 
@@ -129,13 +128,14 @@ def as_text(frame: pd.DataFrame) -> pd.DataFrame:
 
 def as_html(texts: pd.DataFrame) -> str:
     """Words and heads of lines are left-aligned; numbers stay right, as pages have them."""
-    are_words = [not any(map(_NUMBER.fullmatch, map(str, cells))) for _, cells in texts.items()]
     html = texts.map(lambda text: escape(str(text)))
-    for place in np.flatnonzero(are_words):
-        html.isetitem(place, html.iloc[:, place].map(_left))
+    heads = list(html.columns)
+    for place, (head, cells) in enumerate(html.items()):
+        if not any(map(_NUMBER.fullmatch, cells)):
+            html.isetitem(place, cells.map(_left))
+            heads[place] = _left(head)
     if html.columns.nlevels == 1:
-        heads = zip(html.columns, are_words, strict=True)
-        html.columns = [_left(head) if is_word else head for head, is_word in heads]
+        html.columns = heads
     html = html.rename(index=_left).rename_axis(index=_left)
     return html.to_html(escape=False, index=any(texts.index.names), border=0)
 

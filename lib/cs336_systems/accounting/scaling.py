@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 
-def evaluate(expression: Any, values: Mapping[str, Any] | None = None, **more: Any) -> Any:
+def evaluate(expression: Any, values: Mapping | None = None, **more: Any) -> Any:
     """The number that an expression has, or an array of numbers where a value is an array.
 
     Args:

@@ -37,7 +37,8 @@ def checker(properties: Callable) -> Callable:
     def check(candidate, *, world_size=2, timeout_s=60.0, **options):
         names = options.keys() & signature(properties).parameters.keys()
         asked = {name: options.pop(name) for name in names}
-        job = cloudpickle.dumps((partial(candidate, **options), partial(properties, **asked)))
+        made = partial(candidate, **options) if options else candidate
+        job = cloudpickle.dumps((made, partial(properties, **asked)))
         name = getattr(candidate, "__name__", repr(candidate))
         right = 0
         try:

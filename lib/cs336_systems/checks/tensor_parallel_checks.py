@@ -1,23 +1,21 @@
-"""Properties of a tensor-parallel SwiGLU layer, with error messages for its author."""
+"""Properties of a tensor-parallel SwiGLU layer and of its parts, with error messages for their author."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from cs336_systems.checks.exercise import StepCheck
 from cs336_systems.checks.on_ranks import Findings, Property, checker, observed, unlike
 from cs336_systems.model import SwiGLU
-from cs336_systems.parallel import launch
 
 # Different sizes, so that a wrong cut shows.
 _D_MODEL = 6
 _WIDTH_OF_A_RANK = 5
 _TOKENS = 4
 _CUTS = {"w1": 0, "w2": 1, "w3": 0}
-LayerClass = Callable[[SwiGLU, dist.ProcessGroup | None], nn.Module]
+LayerClass = Callable[..., nn.Module]
+Function = type[torch.autograd.Function]
 
 
 @checker
@@ -27,9 +25,27 @@ def check_tensor_parallel(layer_class: LayerClass) -> Findings:
     It is called as `layer_class(full, group)` with the whole layer, equal on every rank, and needs parameters
     `.w1` and `.w3` (its rows of the whole ones), `.w2` (its columns), `forward(x)`; see `on_ranks.checker`.
     """
-    yield from _is_whole(layer_class, None)
+    yield from _in_groups(_is_whole, layer_class)
+
+
+@checker
+def check_sums(forward_sum: Function, *, backward_sum: Function) -> Findings:
+    """Ask of functions of a tensor and a group whether one adds up in forward, the other in backward."""
+    yield from _in_groups(_adds_up, forward_sum, "forward")
+    yield from _in_groups(_adds_up, backward_sum, "backward")
+
+
+@checker
+def check_gather_linear(layer: Function) -> Findings:
+    """Ask of `layer.apply(x, weight, group)` whether it gathers, keeps this rank's x, and gathers again."""
+    yield from _in_groups(_gathers, layer)
+
+
+def _in_groups(properties, *candidate):
+    """Properties of all ranks together; then they must hold, unsaid, in a group of each rank alone."""
+    yield from properties(*candidate, None)
     alone, _ = dist.new_subgroups(1)
-    for finding in _is_whole(layer_class, alone):
+    for finding in properties(*candidate, alone):
         held = isinstance(finding, Property)
         yield "" if held else f"in a group of this rank alone, {finding} Use the group."
 
@@ -84,96 +100,72 @@ def _is_whole(layer_class, group):
     yield Property("output and gradients are those of the whole layer")
 
 
-Function = type[torch.autograd.Function]
-# What a step shows of each property on a rank: its name, whether it holds, and a diagnosis.
-Found = list[tuple[str, bool, str]]
-
-
-def check_sums(check: StepCheck, forward_sum: Function, backward_sum: Function) -> None:
-    """Show whether one adds up two ranks' tensors in forward, the other in backward."""
-    _show(check, launch(_try_sums, 2, forward_sum, backward_sum, backend="gloo", timeout_s=60))
-
-
-def check_gather_linear(check: StepCheck, layer: Function) -> None:
-    """Show whether `layer.apply(x, weight, None)` gathers, keeps this rank's tokens and gathers again."""
-    _show(check, launch(_try_gather, 2, layer, backend="gloo", timeout_s=60))
-
-
-def _show(check, by_rank):
-    for same in zip(*by_rank, strict=True):
-        # The first that does not hold, or else any.
-        check(*min(same, key=lambda found: found[1]))
-
-
-def _try_sums(context, forward_sum, backward_sum):
+def _adds_up(function, where, group):
     # Of input and gradient, by rank.
     numbers = torch.tensor([[[1.0, 2.0], [11.0, 12.0]], [[3.0, 5.0], [103.0, 105.0]]])
-    alone, _ = dist.new_subgroups(1)
-    passes = ("forward", "backward")
-    found = []
-    for function, summed in ((forward_sum, "forward"), (backward_sum, "backward")):
-        for group, ranks in ((None, ""), (alone, ", a group of this rank alone")):
-            own = numbers[:, context.rank]
-            x, grad = own.clone()
-            x.requires_grad_()
-            y = function.apply(x, group)
-            y.backward(grad)
-            for pass_, made, mine, both in zip(passes, (y, x.grad), own, numbers, strict=True):
-                adds_up = pass_ == summed and group is None
-                what = "the sum of the ranks" if adds_up else "this rank's own, passed on"
-                told = f"{function.__name__}, {pass_}{ranks}: {what}"
-                wanted = both.sum(0) if adds_up else mine
-                found.append((told, made.equal(wanted), str(made.tolist())))
-            found.append(
-                (
-                    f"{function.__name__}{ranks} keeps input and gradient",
-                    torch.stack((x, grad)).equal(own),
-                    "give all_reduce a copy",
-                )
-            )
-    return found
+    own = numbers[:, dist.get_rank()]
+    x, grad = own.clone()
+    x.requires_grad_()
+    y = function.apply(x, group)
+    y.backward(grad)
+    name = function.__name__
+    if not torch.stack((x, grad)).equal(own):
+        yield f"{name} has overwritten its input or gradient. Give all_reduce a copy."
+    for pass_, made, mine, all_ranks in zip(
+        ("forward", "backward"), (y, x.grad), own, numbers, strict=True
+    ):
+        adds_up = pass_ == where and group is None
+        wanted = all_ranks.sum(0) if adds_up else mine
+        diagnoses = {
+            "added up over the ranks. Pass on this rank's own.": all_ranks.sum(0),
+            "this rank's own, not added up.": mine,
+            "the mean over the ranks. Add up, do not divide.": all_ranks.mean(0),
+        }
+        yield from unlike(f"{name}'s {pass_}", made, wanted, diagnoses, f"{made}, not {wanted}.")
+    yield Property(f"{name} adds up in {where}, and nowhere else")
 
 
-def _try_gather(context, layer):
+def _gathers(layer, group):
     torch.manual_seed(0)
-    rank = context.rank
-    xs = torch.randn(2, 4, 3).mT
-    weights = torch.randn(2, 5, 4)
-    grads = torch.randn(2, 5, 6).mT
-    x = xs[rank].clone().requires_grad_()
-    weight = weights[rank].clone().requires_grad_()
-    y = layer.apply(x, weight, None)
-    assert len(y) == 6, f"the output is {tuple(y.shape)}: gathered?"
-    tensors = list(y.grad_fn.saved_tensors) + list(vars(y.grad_fn).values())
-    kept = [t.untyped_storage().nbytes() for t in tensors if torch.is_tensor(t)]
-    try:
-        y.backward(grads[rank])
-    except RuntimeError as error:
-        raise AssertionError(f"backward: {error}; gather again?") from error
-    near = partial(torch.allclose, atol=1e-5)
+    ranks = [0, 1] if group is None else [dist.get_rank()]
+    xs = torch.randn(2, 4, 3).mT[ranks]
+    weights = torch.randn(2, 5, 4)[ranks]
     whole = xs.flatten(0, 1)
-    is_whole = near(y, whole @ weights[rank].T)
-    is_x_alone = max(kept, default=0) < whole.nbytes
-    d_x = (grads @ weights).sum(0).split(3)[rank]
-    d_weight = grads[rank].T @ whole
-    alone, _ = dist.new_subgroups(1)
-    in_group = _is_of_this_rank(layer, xs[rank], weights[rank], grads[rank, : len(x)], alone)
-    return [
-        ("output of all tokens", is_whole, "gathered?"),
-        ("the weight's gradient is of all tokens", near(weight.grad, d_weight), "gather again"),
-        ("the input's is summed, then cut", near(x.grad, d_x), "scattered, not sliced?"),
-        ("the gathered input is not kept", is_x_alone, "save x alone"),
-        ("a group of this rank alone: its own tokens", in_group, "in backward, too?"),
-    ]
-
-
-def _is_of_this_rank(layer, x, weight, grad, alone):
-    x = x.clone().requires_grad_()
-    weight = weight.clone().requires_grad_()
-    try:
-        y = layer.apply(x, weight, alone)
+    grads = torch.randn(2, 5, 6).mT[ranks, : len(whole)]
+    place = ranks.index(dist.get_rank())
+    own, rows, grad = xs[place], weights[place], grads[place]
+    x = own.clone().requires_grad_()
+    weight = rows.clone().requires_grad_()
+    with observed() as sent:
+        y = layer.apply(x, weight, group)
+        near = "x of all ranks times this rank's rows."
+        diagnoses = {"of this rank's tokens alone. Gather first.": own @ rows.T}
+        yield from unlike("the output", y, whole @ rows.T, diagnoses, f"not {near}")
+        forward = list(sent)
+        tensors = list(y.grad_fn.saved_tensors) + list(vars(y.grad_fn).values())
+        kept = max(each.untyped_storage().nbytes() for each in tensors if torch.is_tensor(each))
         y.backward(grad)
-        wanted = (x @ weight.T, grad @ weight, grad.T @ x)
-        return all(map(partial(torch.allclose, atol=1e-5), (y, x.grad, weight.grad), wanted))
-    except RuntimeError:  # tokens of other ranks are too many
-        return False
+    if group is None and (kept >= whole.nbytes or len(forward) == len(sent)):
+        yield "the gathered input is kept for backward. Save x alone, and gather again."
+    through = grads @ weights
+    by_rank = through.sum(0).split(len(own))
+    alone = through[place].split(len(own))
+    diagnoses = {
+        "only what comes through this rank's rows. Scatter it, do not slice.": alone[place],
+        "a mean. What comes through the rows adds up.": by_rank[place] / len(ranks),
+        "that of another rank's tokens.": by_rank[place - 1],
+    }
+    yield from unlike("the gradient of x", x.grad, by_rank[place], diagnoses, "not right.")
+    of_all = [each.T @ whole for each in grads]
+    diagnoses = {
+        "of this rank's tokens alone. Gather x again.": grad.split(len(own))[place].T @ own,
+        "added up over the ranks. Each has rows of its own.": sum(of_all),
+    }
+    yield from unlike("the gradient of weight", weight.grad, of_all[place], diagnoses, "not right.")
+    for pass_, messages, most in (("forward", forward, 1), ("backward", sent[len(forward) :], 2)):
+        # An all-reduce sends as much as a gather and a scatter.
+        sizes = [each.numel * (1 + (each.collective == "all_reduce")) for each in messages]
+        times = sum(sizes) / whole.numel()
+        if times > most:
+            yield f"{pass_} sends as much as {times:g} gathers of x; {most} would do."
+    yield Property("it gathers in both passes, and scatters the gradient of x")

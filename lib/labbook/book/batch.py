@@ -16,7 +16,6 @@ from itertools import product
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
 import filelock
 import nbformat
@@ -50,7 +49,7 @@ class Job:
     """One notebook with one set of parameters."""
 
     notebook: Path
-    parameters: dict[str, Any] = field(default_factory=dict)
+    parameters: dict = field(default_factory=dict)
 
     @property
     def name(self) -> str:

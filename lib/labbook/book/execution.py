@@ -10,7 +10,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import papermill
 import psutil
@@ -36,7 +35,7 @@ class Outcome:
     rows: int = 0
 
 
-def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Outcome:
+def execute(source: Path, output: Path, parameters: dict) -> Outcome:
     """Execute a notebook with this Python; `output` is replaced when it has ended, well or with an error.
 
     Its folder is the kernel's working directory. Everything that is started here ends with this process.

@@ -72,7 +72,7 @@ def read_parameters(notebook: NotebookNode) -> dict[str, Parameter]:
     }
 
 
-def read_yaml(name: str, loader: type = yaml.SafeLoader) -> dict[str, Any]:
+def read_yaml(name: str, loader: type = yaml.SafeLoader) -> dict:
     """A file of the folder of notebooks."""
     try:
         return _parsed((folder() / name).read_text(encoding="utf-8"), loader)
@@ -119,7 +119,7 @@ def convert(default: Any, given: Any) -> Any:
     return [convert(default[0], item) for item in given] if several else given
 
 
-def check_parameters(slug: str, values: Mapping[str, Any]) -> None:
+def check_parameters(slug: str, values: Mapping) -> None:
     """Refuse, inside the notebook NN_<slug>, what it cannot run with; `values` are its `globals()`.
 
     Raises BatchError: a line for each wrong value, naming what is allowed.
@@ -130,9 +130,7 @@ def check_parameters(slug: str, values: Mapping[str, Any]) -> None:
         raise BatchError("\n".join(errors))
 
 
-def parameter_errors(
-    known: Mapping[str, Parameter], given: Mapping[str, Any], slug: str = ""
-) -> list[str]:
+def parameter_errors(known: Mapping[str, Parameter], given: Mapping, slug: str = "") -> list[str]:
     """A sentence for each given parameter that is not among the known or that cannot be right.
 
     Raises BatchError: parameters.yaml cannot be read.
@@ -166,7 +164,7 @@ def _type_error(name, value, default):
     )
 
 
-def rules_of(slug: str) -> dict[str, dict[str, Any]]:
+def rules_of(slug: str) -> dict[str, dict]:
     """The rules for parameters of a notebook, by their names."""
     file = read_yaml("parameters.yaml")
     return file.get("every notebook", {}) | file.get(slug, {})
