@@ -16,7 +16,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,9 +68,7 @@ class Step:
     together: Mapping = field(default_factory=dict)
     least_bytes: int = 0
 
-    def timed(
-        self, device: torch.device, context: Any = None, *, warmup_steps: int, steps: int
-    ) -> Timing:
+    def timed(self, device: torch.device, context=None, *, warmup_steps: int, steps: int) -> Timing:
         """Its times in this process, or on every rank, each of which has a context."""
         counts = {"warmup_steps": warmup_steps, "steps": steps}
         if context is not None:
@@ -83,7 +80,7 @@ class Step:
         timer = timing.time_compiled if self.compiled else timing.time_steps
         return timer(self.run, prepare=self.prepare, device=device, **counts)
 
-    def medians(self, device: torch.device, context: Any = None) -> dict[str, float]:
+    def medians(self, device: torch.device, context=None) -> dict[str, float]:
         """The value columns of the steps beside it."""
         columns = {}
         for name, other in self.also.items():
@@ -97,7 +94,7 @@ class Step:
 Setup = Callable  # of a case, and over ranks of its context: the step of each pass
 
 
-def grid(**columns: Any) -> list[Case]:
+def grid(**columns) -> list[Case]:
     """Every combination of the columns' values, the last varying fastest; what is no list is fixed."""
     values = [value if isinstance(value, list | tuple) else [value] for value in columns.values()]
     names = [name.removesuffix("_") for name in columns]

@@ -179,11 +179,13 @@ def sheet(
     grid = chart.subplots(rows, columns, sharey=sharey, squeeze=False).flatten()
     for axes in grid[len(values) :]:
         axes.remove()
+    if not facet:
+        return chart, [(grid[0], frame)]
+    panels = []
     for axes, value in zip(grid, values, strict=False):
-        if facet:
-            axes.set_title(named_value(facet, value))
-    panels = [frame[frame[facet] == value] if facet else frame for value in values]
-    return chart, list(zip(grid, panels, strict=False))
+        axes.set_title(named_value(facet, value))
+        panels.append((axes, frame[frame[facet] == value]))
+    return chart, panels
 
 
 def x_ticks(axes: Axes, column: str, values: pd.Series, *, log: bool) -> None:

@@ -6,7 +6,6 @@ import tempfile
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 import filelock
 
@@ -58,12 +57,12 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         os.replace(file.name, path)
 
 
-def write_record(path: Path, record: Any) -> None:
+def write_record(path: Path, record) -> None:
     """Write a dataclass as JSON, as `write_atomically` does."""
     write_atomically(path, json.dumps(asdict(record), indent=1, default=str) + "\n")
 
 
-def read_record(path: Path, kind: type) -> Any:
+def read_record(path: Path, kind: type):
     """The dataclass in a JSON file, without fields that it no longer has.
 
     Raises ValueError: the file is damaged, in a sentence that names it.

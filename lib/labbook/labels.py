@@ -7,7 +7,7 @@ import math
 import runpy
 from collections.abc import Callable, Hashable, Iterable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -72,7 +72,7 @@ class Vocabulary:
         for name in columns.split():
             self.families.setdefault(name, []).append(named)
 
-    def column(self, name: str, *said: Any, **more: Any) -> None:
+    def column(self, name: str, *said, **more) -> None:
         """What is said of a column: the fields of `Column`."""
         self.columns[name] = Column(*said, **more)
 

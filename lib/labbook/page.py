@@ -4,7 +4,6 @@ import gc
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
 
 import pandas as pd
 from IPython import display
@@ -14,7 +13,7 @@ from labbook.book.notebooks import check_parameters
 from labbook.compare import beside_published
 from labbook.files import figures_dir, write_atomically
 from labbook.labels import column_label, significant, with_derived
-from labbook.machine import MachineCard, load_card, machine_card
+from labbook.machine import load_card, machine_card
 from labbook.project import project
 from labbook.release import provenance
 from labbook.rows import load_rows, published, save_rows
@@ -43,9 +42,9 @@ class Page:
         _freeze_once()
         self.slug = slug
         self.device = parameters.get("device", "auto")
-        self.card: MachineCard = machine_card(self.device, slug in project().several)
-        self.reference: str = parameters.get("reference") or project().reference or self.card.slug
-        self.reference_card: MachineCard = load_card(self.reference)
+        self.card = machine_card(self.device, slug in project().several)
+        self.reference = parameters.get("reference") or project().reference or self.card.slug
+        self.reference_card = load_card(self.reference)
         self._cells = parameters.get("In", [])  # IPython's; it grows with every cell
         _, self._names = code.code_cells(code.notebook_of(slug))
         given = {name: parameters[name] for name in sorted(self._names) if name in parameters}
@@ -96,7 +95,7 @@ class Page:
             self._print(line)
 
     def measure(
-        self, table: str, cases: Iterable[bench.Case], setup: bench.Setup, **options: Any
+        self, table: str, cases: Iterable[bench.Case], setup: bench.Setup, **options
     ) -> None:
         """Time each case on this machine and save its rows as they come; `options` as in `bench.measure`.
 
@@ -125,7 +124,7 @@ class Page:
         """The hashes of what the running cell saves (see `labbook.code`); none outside of IPython."""
         return code.of_cells(self._cells, self._names) if self._cells else {}
 
-    def figure(self, figure: Any, stem: str, *, here: bool = False) -> Any:
+    def figure(self, figure, stem: str, *, here: bool = False):
         """Write a figure to `figures/<machine>/<slug>/<stem>.png`, and hand it back to be shown.
 
         here: not of the reference's rows, but of this machine's, or of values computed on the spot.

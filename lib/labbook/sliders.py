@@ -5,11 +5,11 @@ It stands below a plot, which is what a page without scripts shows. It loads not
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from itertools import product
 from pathlib import Path
 
 from IPython import display
 
+from labbook.bench import grid
 from labbook.labels import column_label, value_label
 
 _SCRIPT = Path(__file__).with_suffix(".js")
@@ -36,8 +36,7 @@ class Sliders:
         limit: float,
         unit: str = "",
     ) -> None:
-        points = product(*controls.values())
-        states = [state(**dict(zip(controls, point, strict=True))) for point in points]
+        states = [state(**point) for point in grid(**controls)]
         self.figure = {"states": states, "labels": labels, "unit": unit, "limit": limit}
         self.figure["controls"] = [
             (column_label(column), [value_label(value, column) for value in values])

@@ -9,9 +9,8 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -47,12 +46,12 @@ class Timing:
 
     def as_row(self) -> dict:
         """The value columns of a row; without times where there are none."""
-        columns = ("peak_memory_mib", "compile_s", "status", "reason")
-        row = {name: getattr(self, name) for name in columns}
+        row = asdict(self)
+        times_ms = row.pop("step_ms")
         if self.status == "ok":
-            row["mean_ms"] = statistics.fmean(self.step_ms)
-            row["std_ms"] = statistics.stdev(self.step_ms) if self.steps > 1 else None
-            row["p20_ms"], row["p80_ms"] = np.percentile(self.step_ms, (20, 80)).tolist()
+            row["mean_ms"] = statistics.fmean(times_ms)
+            row["std_ms"] = statistics.stdev(times_ms) if self.steps > 1 else None
+            row["p20_ms"], row["p80_ms"] = np.percentile(times_ms, (20, 80)).tolist()
             row["p50_ms"] = self.p50_ms
             row["steps"] = self.steps
         return row
@@ -89,9 +88,7 @@ def matmul_precision(dtype: str) -> Iterator[None]:
         switch.fp32_precision = newer
 
 
-def clock_ms(
-    step: Callable, device: torch.device, *arguments: Any, synchronize: bool = True
-) -> float:
+def clock_ms(step: Callable, device: torch.device, *arguments, synchronize: bool = True) -> float:
     """Milliseconds of `step(*arguments)`: between two CUDA events on a GPU, by the wall clock on a CPU.
 
     The events are in the current stream, which waits for what was communicated on others. What the step
@@ -166,7 +163,7 @@ def is_out_of_memory(error: BaseException | str) -> bool:
     return isinstance(error, RuntimeError | str) and bool(_OUT_OF_MEMORY.search(str(error)))
 
 
-def run_or_out_of_memory(function: Callable, device: torch.device) -> tuple[Any, str]:
+def run_or_out_of_memory(function: Callable, device: torch.device) -> tuple:
     """`(function(), "")`, or `(None, reason)` when memory ran out, with that memory given back."""
     try:
         return function(), ""
@@ -207,7 +204,7 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def time_compiled(step: Callable, **options: Any) -> Timing:
+def time_compiled(step: Callable, **options) -> Timing:
     """`time_steps` of a step with compiled code inside, and `compile_s`: its first call less a steady one.
 
     It is compiled afresh, with empty caches and nothing left over from other configurations, so that the time

@@ -6,10 +6,9 @@ A 16-bit type means that the tensors themselves have it; the softmax inside is f
 
 from cs336_systems.accounting.element_counts import FLOAT32_BYTES, dtype_bytes
 
-# Plain attention: forwards that a pass is worth. Fused: matmuls, and tensors as large as q that it moves.
+# Forwards that a pass is worth, in FLOPs of plain attention and in tensors that fused attention moves.
 _FORWARDS = {"forward": 1, "backward": 2, "forward_backward": 3}
-_MATMULS = {"forward": 2, "backward": 5, "forward_backward": 7}
-_TENSORS = {"forward": 4, "backward": 8, "forward_backward": 12}
+_MATMULS = {"forward": 2, "backward": 5, "forward_backward": 7}  # of fused attention
 
 
 def attention_flops(
@@ -90,5 +89,5 @@ def flash_bytes(
     Each row's logsumexp, in float32, is written forward and read backward.
     """
     logsumexps = 2 if pass_ == "forward_backward" else 1
-    row = _TENSORS[pass_] * dtype_bytes(dtype) * d_head + logsumexps * FLOAT32_BYTES
+    row = _FORWARDS[pass_] * 4 * dtype_bytes(dtype) * d_head + logsumexps * FLOAT32_BYTES
     return sequences * context_length * row

@@ -11,7 +11,6 @@ the handout). What is still in flight when backward ends is exposed.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -81,7 +80,7 @@ def fit_alpha_beta(message_bytes: Sequence[float], seconds: Sequence[float]) -> 
 
 
 def fit_collective(
-    rows: Any, *, collective: str = "all_reduce", world_size: int = 2, backend: str = "nccl"
+    rows, *, collective: str = "all_reduce", world_size: int = 2, backend: str = "nccl"
 ) -> AlphaBeta:
     """The fit of the median times of one collective, in a frame with rows of collective_times."""
     same = {"collective": collective, "world_size": world_size, "backend": backend, "status": "ok"}
@@ -90,7 +89,7 @@ def fit_collective(
     return fit_alpha_beta(measured["message_mb"] * MB, measured["p50_ms"] / 1e3)
 
 
-def reference_link(page: Any, collective: str = "all_reduce", world_size: int = 2) -> AlphaBeta:
+def reference_link(page, collective: str = "all_reduce", world_size: int = 2) -> AlphaBeta:
     """The fit of a collective over NCCL, by notebook 31's rows of the page's reference."""
     rows = page.reference_rows("collective_times", "distributed_communication_single_node")
     return fit_collective(rows, collective=collective, world_size=world_size)

@@ -1,8 +1,8 @@
 """Element counts of a step's tensors, used by the memory formulas."""
 
-from cs336_systems.arguments import check_choice, check_positive_integers
+from cs336_systems.arguments import check_positive_integers
 from cs336_systems.configs import ModelConfig
-from cs336_systems.dtypes import DTYPES
+from cs336_systems.dtypes import DTYPES, torch_dtype
 
 DTYPE_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 FLOAT32_BYTES = DTYPE_BYTES["float32"]
@@ -10,8 +10,7 @@ FLOAT32_BYTES = DTYPE_BYTES["float32"]
 
 def dtype_bytes(dtype: str) -> int:
     """Bytes of an element."""
-    check_choice("dtype", dtype, DTYPE_BYTES)
-    return DTYPE_BYTES[dtype]
+    return torch_dtype(dtype).itemsize
 
 
 class Counts:

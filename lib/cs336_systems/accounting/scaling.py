@@ -6,12 +6,11 @@ have N devices on it. What they compute, send and keep is derived in notebooks 5
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 
-def evaluate(expression: Any, values: Mapping | None = None, **more: Any) -> Any:
+def evaluate(expression, values: Mapping | None = None, **more):
     """The number that an expression has, or an array of numbers where a value is an array.
 
     Args:

@@ -12,7 +12,6 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -27,7 +26,7 @@ _NOTHING = "nothing is returned; is a `return` missing?"
 TIMEOUT_S = 75.0  # more than the time limit of ranks, whose message says where they are
 
 
-def waits(function: Callable, *inputs: Any) -> str:
+def waits(function: Callable, *inputs) -> str:
     """Why a function of modules and tensors would wait for a GPU; "" if it would not.
 
     It gets copies on the device "meta", which has no numbers: nothing that needs one comes back from there.
@@ -52,14 +51,14 @@ class StepCheck:
         self.passed = True
         self.kept = []
 
-    def __call__(self, property: str, holds: Any, diagnosis: str = "") -> None:
+    def __call__(self, property: str, holds, diagnosis: str = "") -> None:
         """Show a property; `holds` is anything true or false, `diagnosis` the usual reason if false."""
         reason = f": {diagnosis}" if diagnosis and not holds else ""
         print(f"{'✓' if holds else '✗'} {property}{reason}")
         self.passed = self.passed and bool(holds)
 
     def close(
-        self, property: str, result: Any, wanted: Tensor, diagnosis: str = "", **tolerance
+        self, property: str, result, wanted: Tensor, diagnosis: str = "", **tolerance
     ) -> None:
         """Show whether a tensor, or a number, is the wanted one by torch.allclose.
 
@@ -73,7 +72,7 @@ class StepCheck:
         assert finite, f"{property}: it has NaN or infinities{hint}"
         self(property, torch.allclose(result, wanted, **tolerance), diagnosis)
 
-    def equal(self, property: str, result: Any, wanted: Any, diagnosis: str = "") -> None:
+    def equal(self, property: str, result, wanted, diagnosis: str = "") -> None:
         """Show whether what was returned is what was wanted, and if not, what it was. None is an error."""
         assert result is not None, f"{property}: {_NOTHING}"
         hint = f"; {diagnosis}" if diagnosis else ""
@@ -84,7 +83,7 @@ class StepCheck:
         self.kept += [(name, tensor, tensor.detach().clone()) for name, tensor in tensors.items()]
 
 
-def assert_tensor(what: str, result: Any, wanted: Tensor) -> None:
+def assert_tensor(what: str, result, wanted: Tensor) -> None:
     """AssertionError: what was returned is None, no tensor, or of another device, shape or dtype."""
     assert result is not None, f"{what}: {_NOTHING}"
     assert isinstance(result, Tensor), f"{what}: {type(result).__name__} is returned, no tensor"

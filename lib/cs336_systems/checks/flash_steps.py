@@ -216,13 +216,13 @@ def check_backward(check: StepCheck, attention: AttentionFunction, device: Devic
     """Properties of the gradients of `attention(q, k, v, is_causal)`, and of the logsumexp kept for them."""
     _tell(check, "keeps one logsumexp a row", check_logsumexp, attention, device=device)
     _tell_cases(check, attention, device=device)
-    asked = {"cases": _CASES[:1], "dtype": torch.half, "device": device, "seed": 0}
+    asked = {"cases": _CASES[:1], "dtype": torch.half, "device": device}
     _tell(check, "16 bits", check_attention, attention, **asked)
 
 
 def _tell_cases(check, attention, **options):
     for case in _CASES:
-        _tell(check, case.name, check_attention, attention, cases=[case], seed=0, **options)
+        _tell(check, case.name, check_attention, attention, cases=[case], **options)
 
 
 def _tell(check, name, assert_right, *inputs, **options):

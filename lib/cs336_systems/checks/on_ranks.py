@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from inspect import signature
-from typing import Any
 
 import cloudpickle  # takes classes of a notebook by value
 import torch
@@ -81,7 +80,7 @@ def _with_their_ranks(by_rank):
     return [f"rank {', '.join(numbers)}: {mistake}" for mistake, numbers in ranks.items()]
 
 
-def from_all(own: Any) -> list[Any]:
+def from_all(own) -> list:
     """What every rank has, by rank."""
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)

@@ -1,12 +1,11 @@
 """Kernels with a fault in them, for readers and checks that have to find it."""
 
 from types import FunctionType
-from typing import Any
 
 import triton
 
 
-def planted(kernel: Any, **pieces: Any) -> Any:
+def planted(kernel, **pieces):
     """The Triton kernel with other pieces in place of the functions that it calls by these names."""
     function = FunctionType(kernel.fn.__code__, kernel.fn.__globals__ | pieces, kernel.fn.__name__)
     function.__annotations__ = kernel.fn.__annotations__

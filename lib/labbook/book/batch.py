@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from itertools import product
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from textwrap import shorten
@@ -24,6 +23,7 @@ import tqdm
 import yaml
 
 from labbook import code
+from labbook.bench import grid
 from labbook.book import notebooks
 from labbook.book.execution import Outcome, execute
 from labbook.book.notebooks import (
@@ -124,9 +124,8 @@ def _entries(profile, profiles):
             case {"profile": str(other)}:
                 yield from _entries(other, others)
             case {"notebook": str(name)} if entry.keys() <= {"notebook", "parameters", "grid"}:
-                grid = entry.get("grid", {})
-                for point in product(*grid.values()):  # one empty point without a grid
-                    yield name, entry.get("parameters", {}) | dict(zip(grid, point, strict=True))
+                for point in grid(**entry.get("grid", {})):  # one empty point without a grid
+                    yield name, entry.get("parameters", {}) | point
             case _:
                 allowed = "notebook with parameters (a value each) and grid (a list each)"
                 raise BatchError(

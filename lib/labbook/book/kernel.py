@@ -8,17 +8,16 @@ import atexit
 import fcntl
 import os
 import sys
-from typing import Any
 
 
-def load_ipython_extension(shell: Any) -> None:
+def load_ipython_extension(shell) -> None:
     """Called by IPython before the first cell: what is registered first is called last."""
     atexit.register(os._exit, 0)
     if room := os.environ.get("LABBOOK_ROOM"):
         take_turns(shell, os.open(room, os.O_CREAT | os.O_RDWR))
 
 
-def take_turns(shell: Any, room: int) -> None:
+def take_turns(shell, room: int) -> None:
     """Let a cell that measures wait for those of other kernels, and these for it.
 
     room: a file that is open; its lock goes with the process. Others may go before who waits, until all that

@@ -94,7 +94,7 @@ def put_in_short(notebook: NotebookNode, name: str) -> None:
     found = entry(name, notebook)
     cells = [cell for cell in notebook.cells if IN_SHORT not in cell.metadata.get("tags", [])]
     if found.headline and not notebooks.is_last(name):
-        text = f"**In short.** {first_sentence(found.headline)}"
+        text = f"**In short.** {sentences(found.headline)[0]}"
         cell = nbformat.v4.new_markdown_cell(text, id=IN_SHORT, metadata={"tags": [IN_SHORT]})
         if found.picture:
             title = found.picture.metadata.get("image/png", {}).get("alt", "")
@@ -105,9 +105,9 @@ def put_in_short(notebook: NotebookNode, name: str) -> None:
     notebook.cells = cells
 
 
-def first_sentence(text: str) -> str:
-    """Up to a full stop before a capital, a formula or a name in code."""
-    return re.split(r"(?<=[.?!])\s+(?=[A-Z`*$])", text)[0]
+def sentences(text: str) -> list[str]:
+    """They end before a capital, a formula, a name in code or a parenthesis."""
+    return re.split(r"(?<=[.?!])\s+(?=[A-Z`*$(])", text)
 
 
 def map_table(entries: dict[str, Entry]) -> str:
@@ -133,9 +133,9 @@ def map_table(entries: dict[str, Entry]) -> str:
 
 def in_short(question: str) -> str:
     """The first sentence that asks something in more than a word or two; without one, the first sentence."""
-    sentences = re.split(r"(?<=[.?!]) (?=[A-Z`(])", question.removeprefix("(a) "))
-    asking = (text for text in sentences if text.endswith("?") and text.count(" ") > 2)
-    return next(asking, sentences[0])
+    found = sentences(question.removeprefix("(a) "))
+    asking = (text for text in found if text.endswith("?") and text.count(" ") > 2)
+    return next(asking, found[0])
 
 
 def show_headline(entry: Entry) -> None:

@@ -12,7 +12,6 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
 
 import nbformat
 import yaml
@@ -110,7 +109,7 @@ def why_not_here(name: str) -> str:
     return ""
 
 
-def convert(default: Any, given: Any) -> Any:
+def convert(default, given):
     """Text, or a list that YAML gives as text, as the type of a default; as it is where it cannot be that."""
     if isinstance(given, str):
         with suppress(KeyError, ValueError, yaml.YAMLError):

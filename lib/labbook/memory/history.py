@@ -11,7 +11,7 @@ from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -54,7 +54,7 @@ class MemoryHistory(NamedTuple):
 
 
 def record_memory(
-    steps: Any, pass_: str, stem: Path | None = None, others: Owners | None = None
+    steps, pass_: str, stem: Path | None = None, others: Owners | None = None
 ) -> MemoryHistory:
     """Record the memory of one step that begins without gradients; warm it up before.
 

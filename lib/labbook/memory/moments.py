@@ -1,7 +1,5 @@
 """What a process of a training holds at a few moments, by category: around its first update, at a peak."""
 
-from typing import Any
-
 import torch
 
 from labbook.memory.history import CATEGORIES, owners_of, record_memory, stage_peaks
@@ -12,7 +10,7 @@ Held = dict[str, float]
 _LASTING = CATEGORIES[:3]  # what a training keeps from step to step
 
 
-def held_in_first_step(steps: Any) -> dict[str, Held]:
+def held_in_first_step(steps) -> dict[str, Held]:
     """Bytes held when it is "initialised", and "before step" and "after step" of the optimizer.
 
     steps: as for `record_memory`, and a training step in parts: forward_backward(), communicate(), update().
@@ -26,7 +24,7 @@ def held_in_first_step(steps: Any) -> dict[str, Held]:
     return held
 
 
-def held_at_peak(steps: Any) -> Held:
+def held_at_peak(steps) -> Held:
     """Bytes held at the peak of one more step, with every allocation recorded."""
     # Gradients that are there when the step begins would count as what others hold.
     steps.model.zero_grad(set_to_none=True)
@@ -39,7 +37,7 @@ def held_at_peak(steps: Any) -> Held:
     return held
 
 
-def held_now(steps: Any) -> Held:
+def held_now(steps) -> Held:
     """Bytes of each category; the rest is what else the GPU's allocator gave out, or Python can find."""
     held = {category: storage_bytes(tensors) for category, tensors in steps.tensors().items()}
     if steps.device.type == "cuda":

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import chain
 from traceback import walk_stack
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -106,7 +106,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
+def saved_for_backward(module: nn.Module, *inputs) -> pd.DataFrame:
     """The storages that one forward of `module` keeps for backward; each once, whoever saves it again.
 
     Parameters and buffers are not counted: they are there anyway. Inputs are. Attributes of a ctx and what a

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -104,7 +103,7 @@ def _events(export, source):
 _NCU = "ncu --csv --print-units=base --clock-control=none --profile-from-start=off"
 
 
-def count_kernels(program: str, arguments: Any, metrics: Iterable[str]) -> list[dict]:
+def count_kernels(program: str, arguments, metrics: Iterable[str]) -> list[dict]:
     """Run a program under `ncu`, and count what it launches from cudaProfilerStart to cudaProfilerStop.
 
     The clock is left as it is: ncu's own is lower.

@@ -102,29 +102,26 @@ def range_paths(ranges: pd.DataFrame, launches: pd.DataFrame) -> tuple[pd.Series
     launches: process, launch_ns.
     """
     spans = ranges[ranges.end_ns > ranges.start_ns]
-    ends = spans.assign(at=spans.end_ns, edge="end")
-    starts = spans.assign(at=spans.start_ns, edge="start")
-    # At equal times: a range that ends, then those that begin, the longest first.
-    order = ["at", "edge", "end_ns"]
-    edges = pd.concat([ends, starts])
-    edges = edges.sort_values(order, ascending=[True, True, False], kind="stable")
+    ends = spans.assign(at=spans.end_ns, kind=0)
+    starts = spans.assign(at=spans.start_ns, kind=1)
+    moments = launches[["process"]].assign(at=launches.launch_ns, kind=2)
+    # At equal times: a range that ends, those that begin, the longest first, and what is launched.
+    order = ["at", "kind", "end_ns"]
+    events = pd.concat([ends, starts, moments])
+    events = events.sort_values(order, ascending=[True, True, False], kind="stable")
     open_ranges = defaultdict(dict)  # of each process, by index, in the order of their starts
     paths = []
-    for edge in edges.itertuples():
-        open_here = open_ranges[edge.process]
-        if edge.edge == "end":
-            del open_here[edge.Index]
-        else:
-            open_here[edge.Index] = _part(edge.name)
+    for event in events.itertuples():
+        open_here = open_ranges[event.process]
+        if event.kind == 0:
+            del open_here[event.Index]
+        elif event.kind == 1:
+            open_here[event.Index] = _part(event.name)
         paths.append("/".join(open_here.values()))
-    edges["path"] = paths
-    at_start = edges.path[edges.edge == "start"]
-    moments = launches[["process"]].assign(at=launches.launch_ns)
-    moments = moments.sort_values("at").reset_index()
-    edges = edges[["at", "process", "path"]]
-    last_edges = pd.merge_asof(moments, edges, on="at", by="process")
-    at_launch = last_edges.set_index("index").path.reindex(launches.index)
-    return at_start.reindex(ranges.index), at_launch.fillna("")
+    events["path"] = paths
+    at_start = events.path[events.kind == 1]
+    at_launch = events.path[events.kind == 2]
+    return at_start.reindex(ranges.index), at_launch.reindex(launches.index)
 
 
 def _part(name):
