@@ -278,13 +278,11 @@ def spans(
     lanes = ordered(frame[lane], lane)
     sides = ordered(frame[side], side) if side else [0]
     colors = palette(frame[color], color)
-    frame = frame.assign(
-        _length=frame["end_ms"] - frame["start_ms"],
-        _place=frame[lane].map(lanes.index),
-        _half=frame[side].map(sides.index) if side else 0,
-        _shade=frame[color].map(list(colors).index),
-        _named=frame[text].ne("") if text else False,
-    )
+    frame = frame.assign(_length=frame["end_ms"] - frame["start_ms"])
+    frame["_place"] = frame[lane].map(lanes.index)
+    frame["_half"] = frame[side].map(sides.index) if side else 0
+    frame["_shade"] = frame[color].map(list(colors).index)
+    frame["_named"] = frame[text].ne("") if text else False
     height = (0.72 if side else 0.58) * max(len(lanes), 1.5) + 0.75
     chart, panels = sheet(frame, facet, height=height)
     for axes, rows in panels:

@@ -92,6 +92,16 @@ def assert_tensor(what: str, result, wanted: Tensor) -> None:
     assert kind == right, f"{what} is {kind}; wanted: {right}"
 
 
+def formula(result):
+    """The SymPy expression that a solution returned, its decimals fractions; AssertionError: it is none."""
+    import sympy as sp  # it takes most of a second, and every rank imports this file
+
+    assert result is not None, _NOTHING
+    kind = type(result).__name__
+    assert not isinstance(result, list | tuple | dict), f"a {kind} is returned; wanted: a formula"
+    return sp.nsimplify(result, rational=True)
+
+
 @contextlib.contextmanager
 def step(name: str, timeout_s: float = TIMEOUT_S) -> Iterator[StepCheck]:
     """Check one step of an exercise. What is raised inside ends there, save Ctrl-C and under nbgrader.
@@ -136,6 +146,9 @@ def _sentence(error):
     if not isinstance(error, Exception | _TimeIsUp):
         return f"{kind} was raised, which would end the notebook's kernel; raise an Exception, or return"
     text = str(error)
+    # Of a solution that returned nothing, in what uses it.
+    if "NoneType" in text:
+        text += "; is a `return` missing?"
     return text if text and isinstance(error, AssertionError | _TimeIsUp) else f"{kind}: {text}"
 
 
