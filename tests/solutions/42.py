@@ -63,11 +63,11 @@ WRONG = {
         "what is not in sharded is shared": [("name in sharded", "name not in sharded")],
         "only the state can be": [("name in sharded", '"state" in name and name in sharded')],
         "always two ranks": [("1 / ranks", "1 / 2")],
-        "the others' share": [("1 / ranks", "1 - 1 / ranks")],
+        "under another name": [('("optimizer state", 2)', '("moments", 2)')],
     },
     "sent": {
         "one pass for an all-reduce": [('2 if name == "all_reduce" else 1', "1")],
-        "twice the same counts once": [("in collectives", "in set(collectives)")],
+        "one all-reduce counts twice": [("= 2 if", "= 2 if not passes and")],
         "its own part": [("(ranks - 1) / ranks", "1 / ranks")],
         "to each other rank": [("(ranks - 1) / ranks", "(ranks - 1)")],
     },

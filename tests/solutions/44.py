@@ -83,19 +83,21 @@ WRONG = {
         "a share of the least bandwidth": [
             ("received * flops_per_s", "element_bytes * flops_per_s")
         ],
-        "a ratio, not a bandwidth": [("received * flops_per_s / (2 * tokens)", "gather / forward")],
+        "always 16 bits": [("element_bytes\n", "2\n")],
     },
     "could_begin": {
         "GPU only": [("    if len(after):\n        times.append(after.iloc[0])\n", "")],
         "host's mark, not its launch": [("after.iloc[0]", "mark")],
         "what ended before the mark": [("ends[launches", "ends[ends")],
-        "all that is launched later": [("after.iloc[0]", "after.iloc[-1]")],
+        "what is launched at the mark": [("< mark", "<= mark"), (">= mark", "> mark")],
         "nothing may be missing": [("    if len(after):\n        times", "    times")],
-        "the next one's end": [("after = launches[", "after = ends[")],
+        "the next one by its label": [("after.iloc[0]", "launches[len(times)]")],
     },
     "computing_share": {
         "below zero, too": [("inside > 0", "True")],
-        "whole spans": [("covered += inside", "covered += b - a")],
+        "until one lies outside": [
+            ("+= inside\n", "+= inside\n        else:\n            break\n")
+        ],
         "only what lies inside whole": [("inside > 0", "start <= a and b <= end")],
         "not cut at its start": [("max(a, start)", "a")],
         "not cut at its end": [("min(b, end)", "b")],
@@ -103,7 +105,7 @@ WRONG = {
     "least_bandwidth": {
         "no queue": [("range(i, -1, -1)", "[i]")],
         "only from the first": [("max(rates)", "rates[-1]")],
-        "since its own start": [("starts[j]", "starts[i]")],
+        "whoever is needed last": [("(moment -", "(max(needed[: i + 1]) -")],
         "one before it at most": [("range(i, -1, -1)", "range(i, max(i - 2, -1), -1)")],
         "rates of all before stay": [
             ("queued, rates = 0, []", "queued = 0"),
