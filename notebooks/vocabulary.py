@@ -119,6 +119,8 @@ family(  # of kernels, labbook.profiles.names.kernel_class
     communication   | communication            | wine
     other           | other                    | grey
     range           | range                    | silver
+    neither         | neither                  | sky
+    not profiled    | not profiled             | silver
     call            | call                     | green
     """,
 )
