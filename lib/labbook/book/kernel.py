@@ -1,7 +1,8 @@
 """IPython extension of the kernels of a batch.
 
-A cell that measures runs alone; others run beside those of other kernels. A kernel ends when it has tidied
-up: to take torch down, module by module, lasts seconds more.
+A cell that measures runs alone, and the steps before it beside those of other kernels. Imports, and what
+shows rows once they are measured, need no GPU and wait for nobody. A kernel ends when it has tidied up: to
+take torch down, module by module, lasts seconds more.
 """
 
 import atexit
@@ -24,10 +25,17 @@ def take_turns(shell, room: int) -> None:
         they have left is to measure.
     """
 
+    has_measured = False
+
     def begin(info):
-        code = sys.modules.get("labbook.code")  # without it nothing is measured
-        measures = code and any(each.tables for each in code.statements(info.raw_cell))
-        fcntl.flock(room, fcntl.LOCK_EX if measures else fcntl.LOCK_SH)
+        nonlocal has_measured
+        if not (code := sys.modules.get("labbook.code")):
+            return  # it imports
+        if any(each.tables for each in code.statements(info.raw_cell)):
+            has_measured = True
+            fcntl.flock(room, fcntl.LOCK_EX)
+        elif not has_measured:
+            fcntl.flock(room, fcntl.LOCK_SH)
 
     def end(result):
         if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():

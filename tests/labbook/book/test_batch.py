@@ -191,29 +191,33 @@ def test_some_run_at_once_and_the_last_comes_last(
 
 
 def test_who_measures_waits_for_who_runs_a_cell_and_others_for_it(tmp_path):
-    def cell(source):
-        """The hooks of a kernel, begun with a cell; the thread that begins it, and how it ends."""
-        hooks = {}
+    def begin(hooks, source):
+        """The thread that begins a cell in a kernel, alive while that waits."""
+        cell = SimpleNamespace(raw_cell=source)
+        thread = threading.Thread(target=hooks["pre_run_cell"], args=[cell], daemon=True)
+        thread.start()
+        thread.join(0.5)
+        return thread
+
+    one, two = {}, {}
+    for hooks in (one, two):
         events = SimpleNamespace(register=hooks.__setitem__)
         room = os.open(tmp_path / "room", os.O_CREAT | os.O_RDWR)
         kernel.take_turns(SimpleNamespace(events=events), room)
-        begin = partial(hooks["pre_run_cell"], SimpleNamespace(raw_cell=source))
-        thread = threading.Thread(target=begin, daemon=True)
-        thread.start()
-        thread.join(0.5)
-        return thread, partial(hooks["post_run_cell"], None)
-
-    (one, end_one), (two, end_two) = cell("x = 1"), cell("x = 2")
-    measuring, end_measuring = cell("page.measure('times', cases, setup)")
-    assert [each.is_alive() for each in (one, two, measuring)] == [False, False, True]
-    end_one()
-    end_two()
+    measure = "page.measure('times', cases, setup)"
+    step, measuring = begin(one, "x = 1"), begin(two, measure)
+    assert (step.is_alive(), measuring.is_alive()) == (False, True)
+    one["post_run_cell"](None)
     measuring.join(30)
-    another, _ = cell("x = 3")
-    assert [each.is_alive() for each in (measuring, another)] == [False, True]
-    end_measuring()
-    another.join(30)
-    assert not another.is_alive()
+    step = begin(one, "x = 2")
+    assert (step.is_alive(), measuring.is_alive()) == (True, False)
+    two["post_run_cell"](None)
+    step.join(30)
+    # Who has measured waits for nobody to show it.
+    assert not step.is_alive() and not begin(two, "page.figure(chart, 'times')").is_alive()
+    one["post_run_cell"](None)
+    assert not begin(one, measure).is_alive()
+    assert not begin(two, "page.figure(chart, 'times')").is_alive()
 
 
 def test_what_cannot_run_is_skipped_with_its_reason_and_the_last_is_never_done(
