@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from cs336_systems.checks import step
+from cs336_systems.checks import step, waits
 
 
 def run(body, **how):
@@ -25,6 +25,13 @@ def raises(error):
 
 def shown(capsys):
     return capsys.readouterr().out.splitlines()
+
+
+def test_who_wants_a_tensors_number_waits_and_plain_values_stay():
+    x = torch.ones(3)
+    assert waits(lambda x, factor: factor[0] * x, x, [2]) == ""
+    assert "wait for the GPU" in waits(lambda x: x.sum().item(), x)
+    assert "is printed" in waits(print, x)
 
 
 def test_every_property_is_shown_and_one_that_fails_fails_the_step(capsys):

@@ -60,14 +60,16 @@ def test_the_tail_begins_where_backward_ends():
 def test_rows_bridge_small_gaps_and_keep_stages_apart():
     forward = frame([("compute", 0, 2), ("compute", 3, 2), ("compute", 9, 1)], "forward")
     backward = frame([("compute", 10, 5), ("communication", 10, 2), ("communication", 12, 3)])
-    fewer = pd.DataFrame(lane_rows(pd.concat([forward, backward]), {"rank": 0}, gap_ms=1.5))
+    lanes = pd.concat([forward, backward])
+    lanes[["start_ms", "end_ms"]] /= 20  # of the first gaps one is below 0.1 ms
+    fewer = pd.DataFrame(lane_rows(lanes, {"rank": 0}))
     assert set(fewer["rank"]) == {0}
     found = fewer[["lane", "span", "range", "start_ms", "end_ms"]].to_numpy().tolist()
     assert found == [
-        ["compute", 0, "forward", 0, 5],
-        ["compute", 1, "forward", 9, 10],
-        ["compute", 2, "backward", 10, 15],
-        ["communication", 0, "backward", 10, 15],
+        ["compute", 0, "forward", 0, 0.25],
+        ["compute", 1, "forward", 0.45, 0.5],
+        ["compute", 2, "backward", 0.5, 0.75],
+        ["communication", 0, "backward", 0.5, 0.75],
     ]
 
 

@@ -168,6 +168,7 @@ def test_nsys_on_path(put_nsys, tmp_path):
     assert len(read_export(export).kernels) > 100
     (profile,) = (tmp_path / "log").read_text().splitlines()
     assert "--trace=cuda,nvtx" in profile
+    assert "--force-overwrite" in profile, "an older report would stand for it"
     assert "--capture-range=cudaProfilerApi" in profile, "warm-up is not captured"
     assert profile.endswith("python -m target")
 
