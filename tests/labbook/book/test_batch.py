@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from functools import partial
 from types import SimpleNamespace
 
 import nbformat
@@ -214,7 +213,8 @@ def test_who_measures_waits_for_who_runs_a_cell_and_others_for_it(tmp_path):
     two["post_run_cell"](None)
     step.join(30)
     # Who has measured waits for nobody to show it.
-    assert not step.is_alive() and not begin(two, "page.figure(chart, 'times')").is_alive()
+    assert not step.is_alive()
+    assert not begin(two, "page.figure(chart, 'times')").is_alive()
     one["post_run_cell"](None)
     assert not begin(one, measure).is_alive()
     assert not begin(two, "page.figure(chart, 'times')").is_alive()
