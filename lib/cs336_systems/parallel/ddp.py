@@ -49,7 +49,7 @@ def ready_for_mean(tensors: Sequence[Tensor], backend: str) -> dist.ReduceOp:
     if backend == "nccl":
         # It divides on the fly.
         return dist.ReduceOp.AVG
-    # Before they are added, or a sum of float16 would overflow.
+    # Before they are added, or a sum of float16 could overflow.
     torch._foreach_div_(tensors, dist.get_world_size())
     return dist.ReduceOp.SUM
 
