@@ -13,7 +13,7 @@ from torch.optim import SGD
 from cs336_systems.checks.on_ranks import (
     Findings,
     Property,
-    checker,
+    checker_in_any_world,
     close,
     from_all,
     observed,
@@ -28,9 +28,9 @@ _STEPS = 4
 _PATIENCE = timedelta(seconds=5)
 
 
-@checker
+@checker_in_any_world
 def check_ddp(
-    wrap: Wrap, *, thorough: bool = False, some_unused: bool = False, overlapped: bool = False
+    wrap: Wrap, *, thorough: bool = False, users: int | None = None, overlapped: bool = False
 ) -> Findings:
     """Try a data-parallel wrapper on a small model, in `world_size` CPU processes, against one process.
 
@@ -40,8 +40,9 @@ def check_ddp(
     Args:
         thorough: also ask for what the assignment does not: parameters unused on some ranks or on all,
             several backward passes before a step.
-        some_unused: of these only parameters that rank 0 alone uses.
-        overlapped: also ask that messages leave during backward, which waits for none.
+        users: of these only parameters that so many ranks use, rank 0 first.
+        overlapped: also ask that messages leave during backward, which waits for none, and where each
+            gradient is one, as soon as the order allows.
     """
     yield from starts_from_rank_0(
         wrap, "Broadcast every parameter and buffer from rank 0 in __init__."
@@ -64,9 +65,9 @@ def check_ddp(
             "parameters that in a step only rank 0 uses, or no rank does",
             options=lambda rank, step, _: {"rarely": step % 2 == 1 and rank == 0},
         )
-    elif some_unused:
-        how = "parameters that only rank 0 uses"
-        yield from follow(wrap, how, options=lambda rank, *_: {"rarely": rank == 0})
+    elif users is not None:
+        how = f"parameters that {users} of {dist.get_world_size()} ranks use"
+        yield from follow(wrap, how, options=lambda rank, *_: {"rarely": rank < users})
 
 
 class Toy(nn.Module):
@@ -80,14 +81,15 @@ class Toy(nn.Module):
         # Its gradient comes before those of the layers behind it.
         self.rarely = Linear(3, VOCABULARY + 1)
         self.up = Linear(3, 5)
-        self.norm = RMSNorm(5)
+        norm = RMSNorm(5)
+        norm.register_buffer("shift", torch.randint(3, (5,)))
+        self.inner = nn.Sequential(norm)
         self.last = Linear(3, VOCABULARY + 1)
         self.last.weight = self.first.weight
-        self.register_buffer("shift", torch.randn(5))
 
     def forward(self, tokens: Tensor, rarely: bool = True) -> Tensor:
         x = self.up(self.first(tokens)).tanh()
-        x = self.frozen(self.norm(x) + self.shift).tanh()
+        x = self.frozen(self.inner(x) + self.inner[0].shift).tanh()
         if rarely:
             return self.rarely(x) + self.last(x)
         return self.last(x)
@@ -145,7 +147,7 @@ def gradients(wrap: Wrap, hint="", make=Toy, weights=module_state) -> Iterator[s
     yield from wrong_kinds(wrapped, frozen)
     yield ""  # SGD would raise
     SGD(wrapped.parameters(), lr=1.0).step()
-    otherwise = f"not the mean over the ranks, or parameters() are not updated by it.{hint}"
+    otherwise = f"not the mean over ranks (world size: {ranks}), or parameters() are not updated by it.{hint}"
     after = weights(wrapped)
     for name, own in alone.named_parameters():
         if name in frozen:
@@ -181,7 +183,7 @@ def _overlaps(wrap):
     wrapped = wrap(module)
     own_rank = dist.get_rank()
     made = []
-    # Of each message, how many gradients had been made before the one whose hook sends it.
+    # Of each message, how many gradients had been made before the one whose hook sends it, and its numbers.
     ahead = []
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -191,7 +193,7 @@ def _overlaps(wrap):
     def note(message):
         # Gradients, not flags or an order of what is unused.
         if message.dtype.is_floating_point:
-            ahead.append(len(made))
+            ahead.append((len(made), message.numel))
 
     store = dist.distributed_c10d._get_default_store()
     (trial, *_) = from_all(time.monotonic_ns())
@@ -222,8 +224,12 @@ def _overlaps(wrap):
         if on_the_way < len(ahead):
             late = f"{len(ahead) - on_the_way} of {len(ahead)}"
             yield f"{late} messages leave only when backward is over."
-        if ahead[0] == len(made) - 1:
+        if ahead[0][0] == len(made) - 1:
             yield "all messages leave with the last gradient. Send each as soon as it may leave."
+        # Of those that leave with a gradient, the first has waited for it.
+        firsts = dict(ahead[::-1])
+        if len(ahead) == len(made) and any(firsts[n] < made[n].numel() for n in firsts):
+            yield "a gradient that may leave waits for another one. Send each as soon as it may leave."
     yield Property("messages leave during backward, which waits for none")
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial, wraps
 from inspect import signature
 
@@ -22,7 +23,7 @@ class Property(str):
 Findings = Iterator[str]
 
 
-def checker(properties: Callable) -> Callable:
+def checker(properties: Callable, also_alone: bool = False) -> Callable:
     """Makes of `properties(candidate, **asked)` a check(candidate, *, world_size=2, timeout_s=60, **options).
 
     Every rank of some CPU processes runs the generator, which yields what is wrong, the likeliest first, and
@@ -30,6 +31,7 @@ def checker(properties: Callable) -> Callable:
     all communication of a property is over. "" lets them meet where nothing is to be said yet. What holds is
     printed. Options that are not `asked` are for the candidate, which may be defined in a notebook.
     It raises AssertionError: what is wrong, where, and how to mend it.
+    also_alone: in the end every rank is asked all of it again, in a world of its own.
     """
 
     @wraps(properties)
@@ -41,7 +43,9 @@ def checker(properties: Callable) -> Callable:
         name = getattr(candidate, "__name__", repr(candidate))
         right = 0
         try:
-            findings = stream(try_properties, world_size, job, backend="gloo", timeout_s=timeout_s)
+            findings = stream(
+                try_properties, world_size, job, also_alone, backend="gloo", timeout_s=timeout_s
+            )
             for finding, mistakes in findings:
                 if mistakes:
                     raise AssertionError("\n".join(f"{name}, {mistake}" for mistake in mistakes))
@@ -54,7 +58,11 @@ def checker(properties: Callable) -> Callable:
     return check
 
 
-def try_properties(context: WorkerContext, pickled: bytes) -> list[str]:
+# For what must hold whatever the world size.
+checker_in_any_world = partial(checker, also_alone=True)
+
+
+def try_properties(context: WorkerContext, pickled: bytes, also_alone: bool = False) -> list[str]:
     """What is wrong in the first property that fails on any rank, of a pickled (candidate, properties)."""
     # Before the class imports the functions, in whichever way.
     with watch_collectives(notify=_tell_observers, checks=True), observed() as sent:
@@ -68,6 +76,12 @@ def try_properties(context: WorkerContext, pickled: bytes) -> list[str]:
                 context.send((finding, mistakes))
             if mistakes:
                 return mistakes
+    if also_alone:
+        # A constant in place of the world size is wrong in the smallest of worlds.
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        for mistake in try_properties(replace(context, send=len), pickled):
+            context.send(("", [f"in a world of one rank, {mistake}"]))
     return []
 
 

@@ -3,10 +3,18 @@
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from cs336_systems.checks.on_ranks import Findings, Property, checker, from_all, unlike
+from cs336_systems.checks.on_ranks import (
+    Findings,
+    Property,
+    checker_in_any_world,
+    from_all,
+    observed,
+    unlike,
+)
 
 _SETTINGS = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1}
 # They alternate: assigned in turn, all large ones would fall to one rank.
@@ -14,20 +22,21 @@ _SHAPES = 4 * ((16, 16), (16,))
 Make = Callable[..., Optimizer]
 
 
-@checker
+@checker_in_any_world
 def check_sharded_optimizer(make: Make, *, only_states: bool = False) -> Findings:
     """Try a sharded optimizer in `world_size` CPU processes, against the optimizer that it shards.
 
     It is called as `make(params, optimizer_cls, **kwargs)`; see `on_ranks.checker`.
-    only_states: ask only whether it is an optimizer whose states are shared, not yet for the weights.
+    only_states: ask only whether it is an optimizer whose states are shared, and of the weights only whether
+        each rank updates those that are its own by the candidate's `owners`.
     """
-    yield from _shares_states(make)
+    yield from _shares_states(make, only_states)
     if not only_states:
         yield from _updates_all(make)
         yield from _has_groups(make)
 
 
-def _shares_states(make):
+def _shares_states(make, only_states):
     pair = _Pair(make, groups=_first)
     candidate = pair.candidate
     count = len(pair.sharded)
@@ -50,12 +59,25 @@ def _shares_states(make):
     yield Property(
         "The states of each parameter are kept by one rank, and by bytes all keep about as much"
     )
+    if only_states:
+        owners = candidate.owners
+        if len(owners) != count:
+            yield f"owners has {len(owners)} parameters of {count}. Keep those of every group."
+        for name, x, alone, before in pair.tensors():
+            if not torch.equal(x, alone if owners[x] == dist.get_rank() else before):
+                yield f"{name} is not updated by owner {owners[x]} alone, with its group's settings."
+        yield Property("A rank updates what `owners` gives it, with the settings of its group")
 
 
 def _updates_all(make):
     for pair in (_Pair(make), _Pair(make, kind=SGD, lr=0.1, momentum=0.9)):
         for n in range(4):
-            yield from pair.step(f"with {type(pair.optimizer).__name__}, step {n + 1}:")
+            with observed() as sent:
+                mistakes = pair.step(f"with {type(pair.optimizer).__name__}, step {n + 1}:")
+            yield from mistakes
+            # Of equal shares each may be filled up.
+            if sum(message.bytes for message in sent) >= 2 * sum(x.nbytes for x in pair.sharded):
+                yield "step() sends the parameters twice, or more. Broadcast each once, from its owner."
             yield ""
     yield Property("Every rank has the weights that one AdamW gives, or one SGD, bit for bit")
 
@@ -121,7 +143,7 @@ def _has_groups(make):
 
 def _first(params):
     """Of two: were all dealt anew later, the small one would get another owner."""
-    return params[1:3]
+    return [{"params": params[1:3], "weight_decay": 0.5}]
 
 
 class _Pair:
@@ -172,10 +194,13 @@ class _Pair:
         for optimizer, params in ((self.optimizer, self.alone), (self.candidate, self.sharded)):
             optimizer.add_param_group({"params": params[3:] + params[:1], "lr": 0.01})
 
+    def tensors(self):
+        """Of each parameter its name, and it as the candidate left it, one optimizer, and the last step."""
+        return zip(self.names, self.sharded, self.alone, self.before, strict=True)
+
     def mistakes(self):
         """Which parameters are not, bit for bit, what one optimizer makes of them."""
-        tensors = zip(self.names, self.sharded, self.alone, self.before, strict=True)
-        for name, sharded, alone, before in tensors:
+        for name, sharded, alone, before in self.tensors():
             yield from unlike(
                 name,
                 sharded,
