@@ -58,7 +58,7 @@ WRONG = {
             ("mine[:] = arrived", "parts[rank][index] = arrived")
         ],
         "counts messages": [("arrived.size", "1")],
-        "counts what a rank receives": [("sent[rank - 1]", "sent[rank]")],
+        "counts by the formula": [("arrived.size", "tensors[rank].size / n")],
     },
     "bus_gbps": {
         "the algorithm's bandwidth": [(" * accounting.bus_factor(collective, n)", "")],

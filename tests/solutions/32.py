@@ -67,7 +67,7 @@ WRONG = {
     },
     "MyDDP": {
         "the sum": [("                parameter.grad /= dist.get_world_size()\n", "")],
-        "the mean of two": [("dist.get_world_size()", "2")],
+        "the mean of three": [("dist.get_world_size()", "3")],
         "the mean is lost": [
             ("                parameter.grad /= dist.get_world_size()\n", ""),
             (
@@ -79,12 +79,15 @@ WRONG = {
             ("            dist.broadcast(parameter.data, src=0)", "            pass")
         ],
         "forgets buffers": [("            dist.broadcast(buffer, src=0)", "            pass")],
-        "forgets buffers that are not saved": [
+        "forgets buffers below": [("in module.buffers()", "in module.buffers(recurse=False)")],
+        "leaves all if one is missing": [
             (
-                "in module.parameters():\n            dist",
-                "in module.state_dict().values():\n            dist",
-            ),
-            ("            dist.broadcast(buffer, src=0)", "            pass"),
+                "        for parameter in self",
+                "        trained = [p for p in self.module.parameters() if p.requires_grad]\n"
+                "        if any(p.grad is None for p in trained):\n"
+                "            return\n"
+                "        for parameter in self",
+            )
         ],
         "every trained parameter has a gradient": [
             ("parameter.grad is not None", "parameter.requires_grad")

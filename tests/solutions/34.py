@@ -60,7 +60,9 @@ WRONG = {
                 "            dist.all_reduce(part)",
             )
         ],
-        "the mean over the gradients": [("dist.get_world_size()", "len(gradients)")],
+        "there and back": [
+            ("dist.all_reduce(flat)", "dist.reduce(flat, 0)\n        dist.broadcast(flat, 0)")
+        ],
         "the mean is not copied back": [("gradient.copy_(part", "gradient = (part")],
         "the first part for all": [("            at += gradient.numel()\n", "")],
         "last gradient first": [("for gradient in gradients:", "for gradient in gradients[::-1]:")],

@@ -95,7 +95,7 @@ WRONG = {
             ),
         ],
         "waits for its future": [("self.handles.append(handle)", "handle.get_future().wait()")],
-        "waits for all ranks": [("append(handle)", "append(handle)\n        dist.barrier()")],
+        "the mean of three": [("dist.get_world_size()", "3")],
         "asks until it is there": [
             (
                 "append(handle)\n",
@@ -115,7 +115,10 @@ WRONG = {
                 "        self.send_next()",
             )
         ],
-        "begins anew each time": [("self.order[len(self.handles) :]", "self.order")],
+        "one behind": [
+            ("        self.ready.add(parameter)\n", ""),
+            ("    def send", "        self.ready.add(parameter)\n\n    def send"),
+        ],
         "leaves out what is not ready": [("break", "continue")],
         "one for each gradient": [("self.send_next()", "self.send_next()\n            break")],
         "all at the end": [("self.order[len(self.handles) :]", "[]")],

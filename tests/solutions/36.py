@@ -77,7 +77,7 @@ WRONG = {
     },
     "union": {
         "a span inside another shortens it": [("max(last, end)", "end")],
-        "one apart is joined": [("merged[-1][1]", "merged[-1][1] + 1")],
+        "whole milliseconds": [("sorted(spans)", "sorted((int(a), int(b)) for a, b in spans)")],
         "in the given order": [("sorted(spans)", "spans")],
         "sorted by the end": [("sorted(spans)", "sorted(spans, key=lambda span: span[1])")],
         "spans that touch stay apart": [("start > ", "start >= ")],

@@ -113,5 +113,6 @@ WRONG = {
         ],
         "the optimizer reads the old gradient": [("                each.grad = view\n", "")],
         "sends a copy": [("all_reduce(buffer,", "all_reduce(buffer.clone(),")],
+        "the mean of three": [("dist.get_world_size()", "3")],
     },
 }

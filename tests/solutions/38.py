@@ -58,7 +58,7 @@ WRONG = {
         "no root": [(" ** 0.5", "")],
         "upside down": [("send_s / start_s", "start_s / send_s")],
         "the size of a bucket": [("return (", "return total_bytes / (")],
-        "bytes alone": [("send_s / start_s", "total_bytes / 1e4")],
+        "rounded": [("(send_s / start_s) ** 0.5", "round((send_s / start_s) ** 0.5)")],
         "the product": [("send_s / start_s", "send_s * start_s")],
     },
 }

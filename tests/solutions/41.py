@@ -135,8 +135,7 @@ class AsyncSharded(ShardedStates):
                 inner[name] = group[name]
         self.inside.step()
         started = [dist.broadcast(p.detach(), r, async_op=True) for p, r in self.owners.items()]
-        while started:
-            started.pop().get_future().wait()
+        torch.futures.wait_all([work.get_future() for work in started])
         return loss
 """,
     ],
@@ -155,7 +154,12 @@ WRONG = {
                 "len(owners) * world_size // len(parameters)",
             )
         ],
-        "parameters, not bytes": [("+= parameter.nbytes", "+= 1")],
+        "sorts the list it is given": [
+            (
+                "in sorted(parameters, key=lambda p: p.nbytes, reverse=True)",
+                "in parameters.sort(key=lambda p: -p.nbytes) or parameters",
+            )
+        ],
         "numbers, not bytes": [
             (": p.nbytes", ": p.numel()"),
             ("+= parameter.nbytes", "+= parameter.numel()"),
@@ -164,7 +168,7 @@ WRONG = {
     "ShardedStates": {
         "every rank owns all": [(" if dealt[p] == self.rank", "")],
         "ours loses parameters": [("dict(group)", "group")],
-        "without the group's settings": [("dict(group)", "{}")],
+        "without the group's learning rate": [("dict(group)", "group | self.settings")],
         "the last group's owners": [("self.owners.update(dealt)", "self.owners = dealt")],
         "a new one of all groups": [
             (
@@ -173,7 +177,9 @@ WRONG = {
                 "            self.inside = self.optimizer_cls(inner, **self.settings)",
             )
         ],
-        "no later group": [("            self.inside.add_param_group(inner)", "            pass")],
+        "owners are its own": [
+            ("self.owners.update(dealt)", "self.owners.update(dict.fromkeys(dealt, self.rank))")
+        ],
     },
     "ShortSharded": {
         "a closure without gradients": [("torch.enable_grad()", "torch.no_grad()")],
@@ -181,7 +187,7 @@ WRONG = {
         "the settings of inside": [
             ("inside[name] = outside[name]", "outside[name] = inside[name]")
         ],
-        "the learning rate alone": [("for name in outside", 'for name in ["lr"]')],
+        "sends all twice": [("in self.owners.items()", "in [*self.owners.items()] * 2")],
         "every rank updates all": [('if name != "params"', "if True")],
         "all from rank 0": [("src=owner", "src=0")],
         "sends before the update": [
