@@ -42,6 +42,5 @@ WRONG = {
         "the share of compute": [("(1 - share) / (6 * share", "share / (6 * (1 - share)")],
         "no forward": [("6 *", "4 *")],
         "gradients of two bytes": [("4 *", "2 *")],
-        "a byte for each weight": [("4 * ", "")],
     },
 }

@@ -47,7 +47,6 @@ WRONG = {
     "flat_gain_s": {
         "one message starts for nothing": [("(count - 1)", "count")],
         "gathered, not scattered": [("4 *", "2 *")],
-        "moves a byte once": [("4 *", "1 *")],
         "copies for each message": [("4 *", "4 * count *")],
         "never negative": [("starts - copies", "max(starts - copies, 0)")],
         "the loss": [("starts - copies", "copies - starts")],
