@@ -130,6 +130,13 @@ def lines(text: str) -> list[str]:
     return [line for line in bare if line]
 
 
+def of_class(readme: str) -> str:
+    """README without the commands and the pages that stay behind."""
+    readme = re.sub(r"(?m)^(make test|\| a hand-out|tests/) .*\n", "", readme)
+    readme = readme.replace("Two commands do all the set-up by themselves", "This does all the set-up")
+    return readme.replace(" A class: [TEACHING](TEACHING.md).", "")
+
+
 def left_in(target: Path) -> list[str]:
     """Solutions that a folder has all the same: a whole one anywhere, or four lines of one in a module."""
     modules = [path.read_text(encoding="utf-8") for path in target.rglob("*.py")]
@@ -166,6 +173,8 @@ def write(target: Path, *more: str) -> None:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             if not name.endswith(".ipynb"):
                 shutil.copy(ROOT / name, target / name)
+    readme = target / "README.md"
+    readme.write_text(of_class(readme.read_text(encoding="utf-8")), encoding="utf-8")
     list(write_copies(sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")), target / "notebooks"))
     for path in (target / "notebooks").glob("*.ipynb"):
         notebook = nbformat.read(path, as_version=4)
