@@ -133,7 +133,9 @@ def lines(text: str) -> list[str]:
 def of_class(readme: str) -> str:
     """README without the commands and the pages that stay behind."""
     readme = re.sub(r"(?m)^(make test|\| a hand-out|tests/) .*\n", "", readme)
-    readme = readme.replace("Two commands do all the set-up by themselves", "This does all the set-up")
+    readme = readme.replace(
+        "Two commands do all the set-up by themselves", "This does all the set-up"
+    )
     return readme.replace(" A class: [TEACHING](TEACHING.md).", "")
 
 
