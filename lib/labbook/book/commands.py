@@ -77,8 +77,8 @@ def _run(options):
     profile = options.profile or possible[-1]
     jobs = batch.jobs(profile, only=options.only, overrides=options.p)
     needed = batch.PROFILES[profile]
-    # Steps and plots share the cores; on a CPU alone, a kernel that starts would disturb what is measured.
-    at_once = min(4, 1 + core_count() // 4) if needed else 1
+    # A cell that measures waits until no other uses what it measures: book/kernel.py.
+    at_once = min(4, 1 + core_count() // 4) if needed else min(2, core_count())
     if options.dry_run:
         seconds = [batch.estimated_s(job, at_once) for job in jobs]
         for job, of_job in zip(jobs, seconds, strict=True):

@@ -1,8 +1,8 @@
 """IPython extension of the kernels of a batch.
 
-A cell that measures runs alone, and the steps before it beside those of other kernels. Imports, and what
-shows rows once they are measured, need no GPU and wait for nobody. A kernel ends when it has tidied up: to
-take torch down, module by module, lasts seconds more.
+A cell that measures runs alone, and the steps before it beside those of other kernels. On a GPU, imports and
+what shows rows once they are measured wait for nobody: they use other cores. A kernel ends when it has tidied
+up: to take torch down, module by module, lasts seconds more.
 """
 
 import atexit
@@ -25,16 +25,16 @@ def take_turns(shell, room: int) -> None:
         they have left is to measure.
     """
 
+    no_gpu = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # what is measured needs all cores
     has_measured = False
 
     def begin(info):
         nonlocal has_measured
-        if not (code := sys.modules.get("labbook.code")):
-            return  # it imports
-        if any(each.tables for each in code.statements(info.raw_cell)):
+        code = sys.modules.get("labbook.code")  # before it all is imports
+        if code and any(each.tables for each in code.statements(info.raw_cell)):
             has_measured = True
             fcntl.flock(room, fcntl.LOCK_EX)
-        elif not has_measured:
+        elif no_gpu or (code and not has_measured):
             fcntl.flock(room, fcntl.LOCK_SH)
 
     def end(result):
