@@ -147,7 +147,8 @@ def gradients(wrap: Wrap, hint="", make=Toy, weights=module_state) -> Iterator[s
     yield from wrong_kinds(wrapped, frozen)
     yield ""  # SGD would raise
     SGD(wrapped.parameters(), lr=1.0).step()
-    otherwise = f"not the mean over ranks (world size: {ranks}), or parameters() are not updated by it.{hint}"
+    found = f"not the mean over the ranks (dist.get_world_size() is {ranks} here)"
+    otherwise = f"{found}, or parameters() are not updated by it.{hint}"
     after = weights(wrapped)
     for name, own in alone.named_parameters():
         if name in frozen:
