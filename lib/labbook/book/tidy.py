@@ -18,7 +18,7 @@ HIDE_INPUT = "hide-input"  # tag of a cell whose output is what one reads
 # Tag of the answer that matters most, of the picture beside it, and of a cell that shows those of others.
 HEADLINE = "headline"
 IN_SHORT = "in-short"  # tag of the cell that says below the question what was found
-ASIDE = "aside"  # tag of code that the argument goes on without: the site folds it, too
+ASIDE = "aside"  # tag of code that the argument goes on without: the site folds it
 CHECKER = "checker"  # tag of a cell that checks a step of an exercise
 METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
