@@ -33,7 +33,7 @@ WRONG = {
         "all activations are sharded": [("/ N + activations / 2", "/ N + activations / (2 * N)")],
         "what is sharded alone": [("/ N + activations / 2", "/ N")],
         "the states are not sharded": [("sharded / N", "(sharded - states) / N + states")],
-        "of all devices": [("/ N + activations / 2", "+ N * activations / 2")],
+        "of a number": [("sharded = states", "sharded = states.subs(D, 16384)")],
     },
     "smallest_backward_batch": {
         "gathers alone": [("messages = 2", "messages = 1")],

@@ -152,7 +152,7 @@ class GatherLinear(torch.autograd.Function):
 # By what is wrong: pieces of the first right solution and what stands there instead.
 WRONG = {
     "slice_of": {
-        "all by inputs": [('1 if name == "w2" else 0', "1")],
+        "the longer side": [('name == "w2"', "weight.shape[0] < weight.shape[1]")],
         "w3 like w2": [('name == "w2"', 'name != "w1"')],
         "from the end": [("rank * size", "(ranks - 1 - rank) * size")],
         "every ranks-th feature": [
@@ -197,19 +197,20 @@ WRONG = {
     },
     "GatherLinear": {
         "keeps the gathered input": [
-            ("        ctx.save_for_backward(x, weight)\n", ""),
-            ("(x, group)\n", "(x, group)\n        ctx.save_for_backward(whole, weight)\n"),
-            ("gathered(x, ctx.group)", "x"),
+            ("(x, group)\n", "(x, group)\n        ctx.kept = [whole]\n"),
+            ("gathered(x, ctx.group)", "ctx.kept[0]"),
+        ],
+        "all-reduces, then cuts": [
+            (
+                "scattered(grad @ weight, ctx.group)",
+                "grad @ weight\n        torch.distributed.all_reduce(d_x, group=ctx.group)\n"
+                "        d_x = d_x[torch.distributed.get_rank(ctx.group) * len(x) :][: len(x)]",
+            )
         ],
         "weight's gradient by its own tokens": [
             ("grad.T @ gathered(x, ctx.group)", "scattered(grad, ctx.group).T @ x")
         ],
-        "input's gradient not added up": [
-            (
-                "scattered(grad @ weight, ctx.group)",
-                "(grad @ weight)[torch.distributed.get_rank(ctx.group) * len(x) :][: len(x)]",
-            )
-        ],
+        "gathers twice": [("        d_x =", "        gathered(x, ctx.group)\n        d_x =")],
         "weight's gradient added up": [
             (
                 "return d_x",

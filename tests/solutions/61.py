@@ -36,9 +36,8 @@ def chunked_loss(hidden, weight, targets, chunk):
     for i in range(0, len(hidden), chunk):
         part = hidden[i : i + chunk].detach().requires_grad_()
         w = weight.detach().requires_grad_()
-        with torch.enable_grad():
-            total = F.cross_entropy(part @ w.T, targets[i : i + chunk], reduction="sum")
-            mean = total / len(hidden)
+        total = F.cross_entropy(part @ w.T, targets[i : i + chunk], reduction="sum")
+        mean = total / len(hidden)
         d_hidden[i : i + chunk], d_w = torch.autograd.grad(mean, (part, w))
         d_weight += d_w
         loss += mean.detach()
@@ -116,7 +115,7 @@ WRONG = {
     "feed_forward_backward": {
         "sigmoid's derivative": [("(1 + a * (1 - s))", "(1 - s)")],
         "db without silu": [("dc * silu", "dc * a")],
-        "c without silu": [("silu * b)", "a * b)")],
+        "w3 overwritten": [("    return dn", "    w3.zero_()\n    return dn")],
         "w1 and w3 exchanged": [("return dn, da.T", "return dn, db.T"), ("b), db.T", "b), da.T")],
         "a is made again": [("    s = a", "    a = n @ w1.T\n    s = a")],
     },

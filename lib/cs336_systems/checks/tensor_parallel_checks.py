@@ -145,7 +145,9 @@ def _gathers(layer, group):
         tensors = list(y.grad_fn.saved_tensors) + list(vars(y.grad_fn).values())
         kept = max(each.untyped_storage().nbytes() for each in tensors if torch.is_tensor(each))
         y.backward(grad)
-    if group is None and (kept >= whole.nbytes or len(forward) == len(sent)):
+    backward = sent[len(forward) :]
+    gathers_again = any("reduce" not in each.collective for each in backward)
+    if group is None and (kept >= whole.nbytes or not gathers_again):
         yield "the gathered input is kept for backward. Save x alone, and gather again."
     through = grads @ weights
     by_rank = through.sum(0).split(len(own))
@@ -162,7 +164,7 @@ def _gathers(layer, group):
         "added up over the ranks. Each has rows of its own.": sum(of_all),
     }
     yield from unlike("the gradient of weight", weight.grad, of_all[place], diagnoses, "not right.")
-    for pass_, messages, most in (("forward", forward, 1), ("backward", sent[len(forward) :], 2)):
+    for pass_, messages, most in (("forward", forward, 1), ("backward", backward, 2)):
         # An all-reduce sends as much as a gather and a scatter.
         sizes = [each.numel * (1 + (each.collective == "all_reduce")) for each in messages]
         times = sum(sizes) / whole.numel()
