@@ -23,6 +23,8 @@ _VERDICTS = {True: "right", False: "not right", None: "not yet"}
 # As a stub raises it, here, in another process or inside a kernel; PyTorch's own have a message.
 _NOT_WRITTEN = re.compile(r"NotImplementedError(\(\))?:?['\")]*\s*$", re.MULTILINE)
 _NOTHING = "nothing is returned; is a `return` missing?"
+_COUNT = "; are as many values returned as wanted?"
+_HINTS = {"NoneType": "; is a `return` missing?", "unpack": _COUNT, "zip()": _COUNT}
 TIMEOUT_S = 75.0  # more than the time limit of ranks, whose message says where they are
 
 
@@ -146,9 +148,8 @@ def _sentence(error):
     if not isinstance(error, Exception | _TimeIsUp):
         return f"{kind} was raised, which would end the notebook's kernel; raise an Exception, or return"
     text = str(error)
-    # Of a solution that returned nothing, in what uses it.
-    if "NoneType" in text:
-        text += "; is a `return` missing?"
+    # Of a solution that returned too little, in what uses it.
+    text += next((hint for word, hint in _HINTS.items() if word in text), "")
     return text if text and isinstance(error, AssertionError | _TimeIsUp) else f"{kind}: {text}"
 
 
