@@ -9,7 +9,7 @@ from cs336_systems.checks.attention_checks import (
 )
 from cs336_systems.checks.bounds import nan_where_masked
 from cs336_systems.checks.ddp_checks import check_ddp
-from cs336_systems.checks.exercise import formula, step, waits
+from cs336_systems.checks.exercise import autocast_seen, formula, step, waits
 from cs336_systems.checks.fsdp_checks import check_fsdp
 from cs336_systems.checks.ring_checks import check_ring, run_ring
 from cs336_systems.checks.sharded_optimizer_checks import check_sharded_optimizer

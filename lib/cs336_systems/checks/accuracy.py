@@ -168,5 +168,13 @@ def check_weighted_sum(
             "w": random(shape[-1:], requires_grad=True),
         }
         trial = Trial(inputs, random(shape[:-1]), where=f"x {shape}")
-        lines += [{"shape": str(shape)} | line for line in compare(weighted_sum, trial, reference)]
+        compared = compare(weighted_sum, trial, reference, diagnose=_diagnose)
+        lines += [{"shape": str(shape)} | line for line in compared]
     return pd.DataFrame(lines)
+
+
+def _diagnose(result, error):
+    """The usual reason for a sum that is no number."""
+    return (
+        "" if error < torch.inf else ". It is not finite: is what a mask leaves out 0 in the sums?"
+    )

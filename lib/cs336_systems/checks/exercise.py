@@ -15,7 +15,7 @@ from copy import deepcopy
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cs336_systems.checks.bounds import inside_tensors
 
@@ -29,9 +29,10 @@ TIMEOUT_S = 75.0  # more than the time limit of ranks, whose message says where 
 
 
 def waits(function: Callable, *inputs) -> str:
-    """Why a function of modules and tensors would wait for a GPU; "" if it would not.
+    """Why a function of modules and tensors would wait for a GPU, or not run there; "" if it would.
 
-    It gets copies on the device "meta", which has no numbers: nothing that needs one comes back from there.
+    It gets copies on the device "meta", which has no numbers: nothing that needs one comes back from there,
+    and nothing that lies on another device can be put beside them.
     """
 
     def wait(*_):
@@ -42,8 +43,20 @@ def waits(function: Callable, *inputs) -> str:
         with patch("torch.Tensor.__repr__", wait), patch("torch.cuda.synchronize", wait):
             function(*copies)
     except Exception as error:
-        return f"to know a tensor's numbers is to wait for the GPU; {error!s:.80}"
+        return f"it would wait for the GPU, or a tensor is not where the inputs are; {error!s:.80}"
     return ""
+
+
+def autocast_seen(module: nn.Module) -> list[bool]:
+    """It grows: whether autocast is on in each forward, and as the first parameter's gradient comes."""
+    seen = []
+
+    def note(*_):
+        seen.append(torch.is_autocast_enabled("cpu"))
+
+    module.register_forward_hook(note)
+    next(module.parameters()).register_hook(note)
+    return seen
 
 
 class StepCheck:
@@ -79,6 +92,11 @@ class StepCheck:
         assert result is not None, f"{property}: {_NOTHING}"
         hint = f"; {diagnosis}" if diagnosis else ""
         self(property, result == wanted, f"{result!r:.80}{hint}")
+
+    def anywhere(self, property: str, function: Callable, *inputs) -> None:
+        """Show whether a function runs on any device without waiting for it, see `waits`."""
+        reason = waits(function, *inputs)
+        self(property, not reason, reason)
 
     def keeps(self, **tensors: Tensor) -> None:
         """The step is right only if these hold in the end what they hold now."""
