@@ -142,7 +142,9 @@ WRONG = {
         "the earlier": [("return max", "return min")],
         "waits for the whole GPU": [("waited_for * gpu_ms / kernels", "gpu_ms")],
         "microseconds": [(" / 1000", "")],
-        "no shorter than the queue": [("max(0, kernels - places)", "abs(kernels - places)")],
+        "simulated": [
+            ("return max(", "return max(simulated_launch_ms(kernels, gpu_ms, us_per_launch), ")
+        ],
         "always 1,024 places": [("- places", "- 1024")],
         "the GPU's time for each kernel": [(" / kernels", "")],
     },

@@ -115,10 +115,7 @@ WRONG = {
         ],
         "those of the same thread": [("after &", "after & (kernels.thread == opened.thread) &")],
         "those that are done by then": [("kernels.launch_ns <=", "kernels.end_ns <=")],
-        "those under way": [
-            ("kernels.launch_ns >=", "kernels.end_ns >="),
-            ("kernels.launch_ns <=", "kernels.start_ns <="),
-        ],
+        "of other kernels": [("return kernels", "kernels = launched\n    return kernels")],
         "all that come later": [("after & (kernels.launch_ns <= opened.end_ns)", "after")],
     },
 }

@@ -68,10 +68,8 @@ WRONG = {
         "twice the loss": [("loss.backward()", "(2 * loss).backward()")],
         "weights converted": [("module(x)", "module.to(dtype)(x.to(dtype))")],
         "always bfloat16": [("dtype=dtype", "dtype=torch.bfloat16")],
-        "logits cast, no region": [
-            ("module(x)", "module(x).to(dtype)"),
-            ("dtype=dtype", "enabled=False"),
-        ],
+        "always on the CPU": [("x.device.type", "'cpu'")],
+        "another forward for the loss": [("(logits, targets)", "(module(x), targets)")],
     },
     "running_mean": {
         "the input overwritten": [(".clone()", "")],

@@ -139,7 +139,7 @@ WRONG = {
         ],
         "on after the run": [("        run()\n", ""), ("    try:", "    run()\n    try:")],
         "no stacks": [('stacks="python"', "context=None")],
-        "run twice": [("        run()", "        run(), run()")],
+        "other stacks, too": [('stacks="python"', "")],
     },
     "peak_of_trace": {
         "free_completed": [("free_requested", "free_completed")],
@@ -148,7 +148,7 @@ WRONG = {
         "before forgotten": [("peak = before", "peak = 0")],
         "peak begins at 0": [("peak = before", "before\n    peak = 0")],
         "what is held at the end": [("return peak", "return held")],
-        "all allocations": [("held -=", "held -= 0 *")],
+        "never below 0": [("peak = max", "held = max(held, 0)\n        peak = max")],
     },
     "saved_bytes": {
         "views twice": [("] = ", "] = kept.get(storage.data_ptr(), 0) + ")],
@@ -156,7 +156,7 @@ WRONG = {
         "a view's bytes": [("storage.nbytes()", "tensor.nbytes")],
         "parameters": [(" if address not in there", "")],
         "buffers": [(", *module.buffers()", "")],
-        "not the input": [("own = [", "own = [x, ")],
+        "eval mode": [("own = [", "module.eval()\n    own = [")],
         "parameters never saved, off": [
             (" if address not in there)", ") - sum(t.nbytes for t in own)")
         ],

@@ -46,7 +46,7 @@ WRONG = {
         "sum without its dimension": [("sum(dim=-1, keepdim=True)", "sum(dim=-1)")],
         "in float32": [("scores - largest", "scores.float() - largest.float()")],
         "over the rows": [("max(dim=-1", "max(dim=-2"), ("sum(dim=-1", "sum(dim=-2")],
-        "dimension 1": [("sum(dim=-1", "sum(dim=1")],
+        "maxima of the first matrix": [("values", "values[:1]")],
         "scores overwritten": [("scores - largest", "scores.sub_(largest)")],
         "no gradient through the sum": [("/ weights.sum", "/ weights.detach().sum")],
         "no gradient": [("scores - largest", "scores.detach() - largest")],
@@ -59,7 +59,7 @@ WRONG = {
         "always causal": [("if is_causal", "if True")],
         "never causal": [("if is_causal", "if False")],
         "not itself": [("> queries", ">= queries")],
-        "hides the past": [("> queries", "< queries")],
+        "places on the CPU": [("arange(k.shape[-2], device=q.device)", "arange(k.shape[-2])")],
         "ends aligned": [("> queries", "> queries + k.shape[-2] - q.shape[-2]")],
         "hidden scores 0": [("-torch.inf", "0.0")],
         "masked after the softmax": [

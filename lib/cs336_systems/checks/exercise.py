@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from cs336_systems.checks.bounds import inside_tensors
 
@@ -41,7 +42,9 @@ def waits(function: Callable, *inputs) -> str:
     copies = [deepcopy(x).to("meta") if hasattr(x, "to") else x for x in inputs]
     try:
         with patch("torch.Tensor.__repr__", wait), patch("torch.cuda.synchronize", wait):
-            function(*copies)
+            found = tree_leaves(function(*copies))
+        elsewhere = [x.device for x in found if isinstance(x, Tensor) and not x.is_meta]
+        assert not elsewhere, f"what is returned is on {elsewhere}"
     except Exception as error:
         return f"it would wait for the GPU, or a tensor is not where the inputs are; {error!s:.80}"
     return ""
