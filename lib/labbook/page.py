@@ -12,7 +12,7 @@ from labbook import bench, code, evidence
 from labbook.book.notebooks import check_parameters
 from labbook.compare import beside_published
 from labbook.files import figures_dir, write_atomically
-from labbook.labels import column_label, significant, with_derived
+from labbook.labels import column_label, ordered, significant, with_derived
 from labbook.machine import load_card, machine_card
 from labbook.project import project
 from labbook.release import provenance
@@ -82,7 +82,9 @@ class Page:
         """
         theirs = published(table) if isinstance(table, str) else table
         caption = f"Beside public reports: {column_label(value)}, theirs over ours"
-        both = beside_published(theirs, rows, keys, value)
+        both = beside_published(theirs, rows, keys, value).sort_values(
+            list(keys), key=lambda key: key.map(ordered(key, key.name).index), kind="stable"
+        )
         numbers = both[["theirs", "ours", "ratio"]].map(significant)
         show(both.assign(**numbers), caption, folded=True)
 
