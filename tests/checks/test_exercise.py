@@ -32,7 +32,7 @@ def test_who_wants_a_tensors_number_waits_and_plain_values_stay():
     assert waits(lambda x, factor: factor[0] * x, x, [2]) == ""
     assert "wait for the GPU" in waits(lambda x: x.sum().item(), x)
     assert "is printed" in waits(print, x)
-    assert "on [device(type='cpu')]" in waits(lambda x: torch.ones(2).add_(x), x)
+    assert "on [device(type='cpu')]" in waits(torch.ones(3).add_, x)
 
 
 def test_every_property_is_shown_and_one_that_fails_fails_the_step(capsys):
