@@ -148,7 +148,9 @@ def test_pages_have_their_rows_the_first_a_card_a_chapter_and_the_gallery_each_p
     for title, source in (("a < b", "page.figure(f, 's')"), ("mine", "page.figure(f, here=True)")):
         output = v4.new_output("display_data", data, metadata={"image/png": {"alt": title}})
         notebook.cells.append(v4.new_code_cell(source, outputs=[output]))
-    notebook.cells[0].source += "\n\n*Time:* 6 minutes to read, 30 to work."
+    notebook.cells[0].source += "\n\n*Time:* 6 minutes to read, 30 to work.\n\n## Predict"
+    given = v4.new_code_cell("def f():\n    pass", metadata={"tags": ["aside"]})
+    notebook.cells.append(given)
     nbformat.write(notebook, name)
     there = site.build(folder / "site", folder / "notebooks").parent
     first, gallery, page = (
@@ -160,7 +162,9 @@ def test_pages_have_their_rows_the_first_a_card_a_chapter_and_the_gallery_each_p
     for text in (first, gallery):
         assert 'alt="a &lt; b"\nwidth="40" height="20"' in text
         assert "mine" not in text
-    assert 'alt="mine"' in (there / "11_one.html").read_text()
+    other = (there / "11_one.html").read_text()
+    assert 'alt="mine"' in other
+    assert "Code: f" in other
     assert re.search(r'="11_one\.html".*takes.*class="math.*</table>', page, re.DOTALL)
     (rows,) = re.findall(r'href="(rows/m/.*?)"', page)
     assert (there / rows).read_text() == "p50_ms\n1\n"
