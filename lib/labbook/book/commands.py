@@ -63,7 +63,7 @@ def _add_run_options(parser):
     add("--only", nargs="+", default=[], metavar="NOTEBOOK", help="number, slug or name")
     add("-p", action="append", default=[], metavar="NAME=VALUE", help="where a notebook has it")
     add("--force", action="store_true", help="execute also what is done and unchanged")
-    add("--remeasure-card", action="store_true", help="the machine was busy when it was measured")
+    add("--remeasure-card", action="store_true", help="measure the rates of this machine again")
     add("--cluster", choices=["slurm"], help="submit, and wait; SBATCH_PARTITION etc. as usual")
     add("--job", metavar="NAME", help="one job alone, by the name of its files")
     add("--dry-run", action="store_true", help="print what would be executed, and for how long")
