@@ -94,6 +94,7 @@ WRONG = {
     "row_sums_backward": {
         "all programs write to the first line": [("program * n_columns\n", "0 * n_columns\n")],
         "lines lie COLUMNS apart": [("program * n_columns\n", "program * COLUMNS\n")],
+        "what is masked of dy is anything": [("rows < n_rows, other=0.0", "rows < n_rows")],
         "dw without dy": [("tl.sum(dy * x,", "tl.sum(x,")],
         "dx is written beyond its last row": [
             ("dy * w, mask=inside", "dy * w, mask=columns[None, :] < n_columns")

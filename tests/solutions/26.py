@@ -40,8 +40,7 @@ def host_bound(passes):
 def host_bound(passes):
     both = passes["forward_backward"]
     off = abs(passes["forward"] + passes["backward"] - both) > both / 5
-    flags = [off.iloc[i:].any() for i in range(len(off))]
-    return pd.Series(flags, passes.index, dtype=bool)
+    return off.sort_index(ascending=False).cummax()
 """,
     ],
     "rows_and_registers": [
