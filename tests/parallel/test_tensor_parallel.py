@@ -1,5 +1,6 @@
 """What the tensor-parallel layer promises beyond what its checker asks; each check runs on every rank."""
 
+import pytest
 import torch
 from wrappers import run
 
@@ -24,5 +25,18 @@ def a_penalty_on_a_gradient_is_as_in_the_whole_layer(context):
         torch.testing.assert_close(mine, expected)
 
 
-def test_it_keeps_its_promise():
-    launch(run, 2, a_penalty_on_a_gradient_is_as_in_the_whole_layer, backend="gloo", timeout_s=60)
+def an_optimizer_that_needs_whole_weights_is_refused(context):
+    layer = TensorParallelSwiGLU(SwiGLU(4, 8))
+    layer(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(ValueError, match="this rank's part of a weight"):
+        torch.optim.Adafactor(layer.parameters()).step()
+
+
+CHECKS = [
+    a_penalty_on_a_gradient_is_as_in_the_whole_layer,
+    an_optimizer_that_needs_whole_weights_is_refused,
+]
+
+
+def test_it_keeps_its_promises():
+    launch(run, 2, *CHECKS, backend="gloo", timeout_s=60)
