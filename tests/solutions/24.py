@@ -173,7 +173,7 @@ WRONG = {
         "the tile's maximum only": [("torch.maximum(m, s.amax(-1))", "s.amax(-1)")],
         "one maximum for all rows": [("s.amax(-1)", "s.amax()")],
         "the old maximum in the tile's exponentials": [("(s - m_new.", "(s - m.")],
-        "the maximum starts at zero": [("(m, s.", "(torch.nan_to_num(m, neginf=0.0), s.")],
+        "the logsumexp in place of the maximum": [("s.amax(-1)", "s.logsumexp(-1)")],
     },
     "attend_tile": {
         "all keys are one tile": [("    for start", "    keys = end\n    for start")],
@@ -181,14 +181,14 @@ WRONG = {
         "stops at the first row's key": [
             ("min(k.shape[-2], behind)", "min(k.shape[-2], first + 1)")
         ],
-        "a row does not see its own key": [("places > rows", "places >= rows")],
         "keys of an incomplete tile are left out": [
             ("(0, end, keys)", "(0, end - keys + 1, keys)")
         ],
         "keys counted from the tile's first": [
             ("arange(start, start + s.shape[-1],", "arange(s.shape[-1],")
         ],
-        "ends with a whole tile": [("[-2], behind)", "[-2], behind // keys * keys)")],
+        "tiles of another size": [("    for start", "    keys = 32\n    for start")],
+        "the maximum starts at zero": [("torch.finfo(q.dtype).min", "0.0")],
     },
     "tile_product": {
         "no bound on the inner dimension": [
@@ -199,9 +199,8 @@ WRONG = {
         "B is not turned around": [("tl.trans(b)", "b")],
         "rows of B lie n apart": [("columns[:, None] * k", "columns[:, None] * n")],
         "returned in the operands' type": [('"ieee")', '"ieee").to(a.dtype)')],
-        "what the mask leaves out is one": [
-            ("mask=in_a, other=0.0", "mask=in_a, other=1.0"),
-            ("mask=in_b, other=0.0", "mask=in_b, other=1.0"),
+        "what the mask leaves out is whatever a register held": [
+            ("mask=in_b, other=0.0", "mask=in_b"),
         ],
     },
     "visit_keys": {
@@ -216,7 +215,10 @@ WRONG = {
         ],
         "the old sum is not corrected": [("shrink * total", "total")],
         "acc is rounded": [("_new, total, acc", "_new, total, acc.to(v.dtype).to(tl.float32)")],
-        "the tile's maximum only": [("tl.maximum(m, tl.max(s, 1))", "tl.max(s, 1)")],
+        "the scale is rounded into q": [
+            ("tl.dot(q, tl", "tl.dot((q * scale_log2).to(q.dtype), tl"),
+            (") * scale_log2", ")"),
+        ],
     },
     "is_visible": {
         "a row does not see its own key": [("<= rows", "< rows")],
@@ -239,6 +241,14 @@ WRONG = {
             ("(0, end, KEYS)", "(0, end - KEYS + 1, KEYS)")
         ],
         "no mask in the diagonal's tiles": [("keys, n_keys, CAUSAL)", "keys, n_keys, False)")],
-        "the maximum starts at zero": [('rows.shape, -float("inf")', "rows.shape, 0.0")],
+        "goes on beyond the last key": [
+            ("min(n_keys, tl.max(rows, 0) + 1)", "tl.max(rows, 0) + 1")
+        ],
+        "acc is rounded after each tile": [
+            (
+                "scale_log2)\n    return",
+                "scale_log2)\n        acc = acc.to(q.dtype).to(tl.float32)\n    return",
+            )
+        ],
     },
 }

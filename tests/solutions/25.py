@@ -155,9 +155,7 @@ WRONG = {
             ("do.float() * o", "(do * o).float()"),
         ],
         "in the inputs' type": [("    o = o.float()\n", ""), ("do.float()", "do")],
-        "a column is kept": [("o, -1)", "o, -1, keepdim=True)")],
-        "added up over the queries": [("o, -1)", "o, -2)")],
-        "the mean": [("torch.sum", "torch.mean")],
+        "the second of any dimensions": [("o, -1)", "o, 2)")],
     },
     "attention_backward": {
         "without D": [(" - delta(do, o)[..., None]", "")],
@@ -169,6 +167,7 @@ WRONG = {
         "the scores are rounded": [("q32 @ k32.mT", "(q @ k.mT).float()")],
         "a gradient stays float32": [("(ds.mT @ q32).to(k.dtype)", "ds.mT @ q32")],
         "a softmax in place of L": [("(s - lse[..., None]).exp()", "s.softmax(-1)")],
+        "P is rounded": [("(p.mT @", "(p.to(v.dtype).float().mT @")],
     },
     "tile_gradients": {
         "the power of e without its factor": [(" * 1.4426950408889634", "")],
@@ -178,7 +177,6 @@ WRONG = {
         ],
         "L by key": [("lse[:, None]", "lse[None, :]")],
         "D by key": [("delta[:, None]", "delta[None, :]")],
-        "dS without D": [("(dp - delta[:, None])", "dp")],
     },
     "sum_over_keys": {
         "without the scale": [("dq * scale", "dq")],
@@ -190,7 +188,10 @@ WRONG = {
         "the sum is rounded after each tile": [
             ("    return", "        dq = dq.to(q.dtype).to(tl.float32)\n    return")
         ],
-        "ends with a whole tile": [("0) + 1)", "0) // KEYS * KEYS)")],
+        "goes on beyond the last key": [
+            ("min(n_keys, tl.max(rows, 0) + 1)", "tl.max(rows, 0) + 1")
+        ],
+        "each tile's product is rounded": [('"ieee")\n', '"ieee").to(k.dtype)\n')],
     },
     "sum_over_queries": {
         "without the scale": [("dk * scale", "dk")],
@@ -202,5 +203,6 @@ WRONG = {
         ],
         "the sum is rounded": [("        dv +=", "        dv = dv.to(do.dtype)\n        dv +=")],
         "begins with a whole tile": [("tl.min(keys, 0)", "tl.cdiv(tl.min(keys, 0), ROWS) * ROWS")],
+        "goes on behind the last query": [("(begin, n_queries,", "(begin, n_queries + ROWS,")],
     },
 }

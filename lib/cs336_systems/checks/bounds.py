@@ -9,6 +9,7 @@ tensor cores do, unless it is told otherwise.
 
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from unittest.mock import patch
@@ -26,15 +27,18 @@ nan_where_masked = patch("numpy.zeros_like", partial(np.full_like, fill_value=np
 
 
 @contextlib.contextmanager
-def inside_tensors() -> Iterator[None]:
+def inside_tensors() -> Iterator[Counter]:
     """Interpreted kernels cannot reach beyond the tensors they are given, and multiply in TF32 by default.
 
     It is not for kernels that take addresses from integers. In another interpreter than the one that is known
     here kernels run unwatched.
+
+    Yields what they have done: numbers that they loaded, stored and added, calls of tl.dot, divisions.
     """
     interpreter = sys.modules.get("triton.runtime.interpreter")
     name = "kernels"
     extents = []
+    work = Counter()
 
     def watched(original, does, addresses, mask):
         def access(*args):
@@ -46,6 +50,7 @@ def inside_tensors() -> Iterator[None]:
                 f"{name} {does} {outside} numbers outside its tensors: is the place right, and are both "
                 "edges masked?"
             )
+            work[does] += wanted.sum()
             return original(*args)
 
         return access
@@ -57,7 +62,12 @@ def inside_tensors() -> Iterator[None]:
         extents = _extents(arguments)
         return arguments
 
+    def divide(*args):
+        work["divisions"] += 1
+        return divide_of_triton(*args)
+
     def dot(builder, a, b, acc, precision, *rest):
+        work["dots"] += 1
         if precision.name == "TF32":
             a = _in_ten_bits(a)
             b = _in_ten_bits(b)
@@ -67,6 +77,7 @@ def inside_tensors() -> Iterator[None]:
         try:
             native = interpreter._interpreter
             builder = interpreter.InterpreterBuilder
+            divide_of_triton = builder.create_fdiv
             dot_of_triton = builder.create_dot
             to_host_of_triton = interpreter.GridExecutor._init_args_hst
             accesses = {
@@ -77,9 +88,9 @@ def inside_tensors() -> Iterator[None]:
             pass
         else:
             patches.enter_context(patch.multiple(native, **accesses))
-            patches.enter_context(patch.object(builder, "create_dot", dot))
+            patches.enter_context(patch.multiple(builder, create_dot=dot, create_fdiv=divide))
             patches.enter_context(patch.object(interpreter.GridExecutor, "_init_args_hst", to_host))
-        yield
+        yield work
 
 
 def _in_ten_bits(x):

@@ -63,7 +63,10 @@ def autocast_seen(module: nn.Module) -> list[bool]:
 
 
 class StepCheck:
-    """What a step has shown so far. passed: every property held; None while it is not written yet."""
+    """What a step has shown so far. passed: every property held; None while it is not written yet.
+
+    work: what interpreted kernels have done since the step began, see `inside_tensors`.
+    """
 
     def __init__(self) -> None:
         self.passed = True
@@ -101,6 +104,14 @@ class StepCheck:
         reason = waits(function, *inputs)
         self(property, not reason, reason)
 
+    def at_most(self, property: str, **most: int) -> None:
+        """The step is right only if interpreted kernels have done no more; what others do is not known."""
+        more = [
+            f"{self.work[of]} {of}, enough are {n}" for of, n in most.items() if self.work[of] > n
+        ]
+        if more:
+            self(property, False, ", ".join(more))
+
     def keeps(self, **tensors: Tensor) -> None:
         """The step is right only if these hold in the end what they hold now."""
         self.kept += [(name, tensor, tensor.detach().clone()) for name, tensor in tensors.items()]
@@ -136,7 +147,7 @@ def step(name: str, timeout_s: float = TIMEOUT_S) -> Iterator[StepCheck]:
     """
     check = StepCheck()
     try:
-        with _limited(timeout_s), inside_tensors():
+        with _limited(timeout_s), inside_tensors() as check.work:
             yield check
             for tensor, now, before in check.kept:
                 if not torch.equal(now, before):
