@@ -89,7 +89,7 @@ def check_attention(
 def check_logsumexp(
     attention: AttentionFunction,
     device: Device | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype=torch.float32,
 ) -> None:
     """The forward keeps exactly one tensor of shape (..., n_queries) for its backward: each row's logsumexp.
 
@@ -101,16 +101,12 @@ def check_logsumexp(
     assert_tensor("O", output, q)
     rows = output.shape[:-1]
     saved = [x for x in getattr(output.grad_fn, "saved_tensors", ()) if x.shape == rows]
-    assert len(saved) == 1, (
-        f"{len(saved)} saved tensors have shape {tuple(rows)}; allowed: exactly one"
-    )
+    assert len(saved) == 1, f"{len(saved)} saved tensors have shape {tuple(rows)}; wanted: one"
     scores = q.double() @ k.double().mT / case.d**0.5
     hidden = torch.ones_like(scores).triu(1) > 0
     exact = scores.masked_fill(hidden, -torch.inf).logsumexp(-1)
     error = (saved[0].double() - exact).abs().max().item()
-    assert error < 1e-4, (
-        f"the saved logsumexp is off by {error:.2g}; allowed: the natural logarithm"
-    )
+    assert error < 1e-4, f"the saved L is off by {error:.2g}; wanted: the natural logarithm"
 
 
 def _random_inputs(case, generator, dtype):
