@@ -66,8 +66,11 @@ def check_ddp(
             options=lambda rank, step, _: {"rarely": step % 2 == 1 and rank == 0},
         )
     elif users is not None:
-        how = f"parameters that {users} of {dist.get_world_size()} ranks use"
-        yield from follow(wrap, how, options=lambda rank, *_: {"rarely": rank < users})
+        yield from follow(
+            wrap,
+            f"parameters that {users} of {dist.get_world_size()} ranks use",
+            options=lambda rank, *_: {"rarely": rank < users},
+        )
 
 
 class Toy(nn.Module):
@@ -223,8 +226,7 @@ def _overlaps(wrap):
         if not ahead:
             yield "no message was seen. Send gradients with dist.all_reduce(..., async_op=True)."
         if on_the_way < len(ahead):
-            late = f"{len(ahead) - on_the_way} of {len(ahead)}"
-            yield f"{late} messages leave only when backward is over."
+            yield f"{len(ahead) - on_the_way} of {len(ahead)} messages leave only when backward is over."
         if ahead[0][0] == len(made) - 1:
             yield "all messages leave with the last gradient. Send each as soon as it may leave."
         # Of those that leave with a gradient, the first has waited for it.
