@@ -96,7 +96,7 @@ class ForwardFSDP(HookedModule):
         first = wanted[0]
         for missing in [weight for weight in wanted if not weight.work]:
             self.start_gather(missing)
-        first.work.get_future().wait()
+        torch.futures.wait_all([first.work.get_future()])
         first.sent = None
 """,
     ],
@@ -182,17 +182,11 @@ WRONG = {
     },
     "ShardedModule": {
         "with the padding": [("[: len(weight.whole)]", "")],
-        "what was sent to compute with": [
-            (
-                ".detach()\n            parts",
-                ".detach().to(weight.all_rows.dtype)\n            parts",
-            )
-        ],
         "this rank's rows": [("torch.cat(parts)[: len(weight.whole)]", "shard")],
-        "room for one shard": [
+        "the shard is whole": [
             (
-                "torch.empty_like(shard) for _ in range(dist.get_world_size())]",
-                "torch.empty_like(shard)] * dist.get_world_size()",
+                "        return full",
+                "            weight.shard.data = full[names[weight.shard]]\n        return full",
             )
         ],
         "side by side": [("torch.cat(parts)", "torch.cat(parts, dim=1)")],
@@ -207,15 +201,9 @@ WRONG = {
             )
         ],
         "keeps what was sent": [("        wanted[0].sent = None\n", "")],
-        "casts what has arrived": [
-            ("weight.shard.data.to(weight.all_rows.dtype)", "weight.shard.data"),
-            (
-                "weight.work = all_gather(weight.all_rows, weight.sent, async_op=True)",
-                "rows = weight.sent.new_empty(weight.all_rows.shape)\n"
-                "        weight.work = all_gather(rows, weight.sent, async_op=True)\n"
-                "        weight.work.wait()\n"
-                "        weight.all_rows.copy_(rows)",
-            ),
+        "asks for the first alone": [("for weight in wanted:", "for weight in wanted[:1]:")],
+        "waits where it starts": [
+            ("async_op=True)\n", "async_op=True)\n        weight.work.wait()\n")
         ],
     },
     "ShortFSDP": {
@@ -224,7 +212,9 @@ WRONG = {
         ],
         "the sum": [("        padded /= dist.get_world_size()\n", "")],
         "the whole gradient stays": [("        weight.whole.grad = None\n", "")],
-        "the weight stays": [("        weight.free()\n", "")],
+        "always two ranks": [("padded /= dist.get_world_size()", "padded /= 2")],
+        "padding as it comes": [("grad.new_zeros(", "grad.new_empty(")],
+        "the youngest first": [("pop(0)", "pop()")],
         "waits at once": [(", padded, work))", ", padded, work))\n        work.wait()")],
         "does not wait": [("            work.wait()\n", "")],
         "in the dtype of computing": [("mine.to(weight.shard.dtype)", "mine")],
@@ -233,13 +223,7 @@ WRONG = {
         "none ahead": [("here + 3", "here + 1")],
         "three ahead": [("here + 3", "here + 4")],
         "none ahead in backward": [("end - 3", "end - 1")],
-        "waits for all of them": [
-            (
-                "here + 3])\n",
-                "here + 3])\n"
-                "        for ahead in self.order[here : here + 3]:\n"
-                "            while not ahead.work.is_completed():\n                pass\n",
-            )
-        ],
+        "a barrier": [("here + 3])\n", "here + 3])\n        dist.barrier()\n")],
+        "in the order of definition": [("self.order.append(weight)", "self.order = self.weights")],
     },
 }

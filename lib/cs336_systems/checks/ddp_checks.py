@@ -1,12 +1,10 @@
 """Properties of a data-parallel wrapper, with error messages for its author; FSDP's share most of them."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
@@ -15,22 +13,19 @@ from cs336_systems.checks.on_ranks import (
     Property,
     checker_in_any_world,
     close,
-    from_all,
+    comes,
     observed,
+    open_store,
     unlike,
 )
 from cs336_systems.model import Embedding, Linear, RMSNorm
 
 VOCABULARY = 24
-Wrap = Callable[..., nn.Module]
-_STEPS = 4
-# For a backward of milliseconds.
-_PATIENCE = timedelta(seconds=5)
 
 
 @checker_in_any_world
 def check_ddp(
-    wrap: Wrap, *, thorough: bool = False, users: int | None = None, overlapped: bool = False
+    wrap: Callable, *, thorough: bool = False, users: int | None = None, overlapped: bool = False
 ) -> Findings:
     """Try a data-parallel wrapper on a small model, in `world_size` CPU processes, against one process.
 
@@ -76,7 +71,7 @@ def check_ddp(
 class Toy(nn.Module):
     """Tied, frozen and (on request) unused weights, buffers, and rows that ranks cannot share equally."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed):
         super().__init__()
         torch.manual_seed(seed)
         self.first = Embedding(VOCABULARY + 1, 3)
@@ -90,7 +85,7 @@ class Toy(nn.Module):
         self.last = Linear(3, VOCABULARY + 1)
         self.last.weight = self.first.weight
 
-    def forward(self, tokens: Tensor, rarely: bool = True) -> Tensor:
+    def forward(self, tokens, rarely=True):
         x = self.up(self.first(tokens)).tanh()
         x = self.frozen(self.inner(x) + self.inner[0].shift).tanh()
         if rarely:
@@ -98,28 +93,28 @@ class Toy(nn.Module):
         return self.last(x)
 
 
-def module_state(wrapped: nn.Module) -> dict[str, Tensor]:
+def module_state(wrapped):
     return {name: tensor.clone() for name, tensor in wrapped.module.state_dict().items()}
 
 
-def tokens_of(rank: int, step: int) -> Tensor:
+def tokens_of(rank, step):
     """A rank's share of a step's batch; every process can make every share."""
     generator = torch.Generator("cpu").manual_seed(1000 * step + rank)
     tokens = torch.randint(VOCABULARY, (3,), generator=generator, device="cpu")
     return tokens.to(torch.get_default_device())
 
 
-def loss_of(model: nn.Module, rank: int, step: int = 0, **options: bool) -> Tensor:
+def loss_of(model, rank, step=0, **options):
     tokens = tokens_of(rank, step).to(next(model.parameters()).device)
     return F.cross_entropy(model(tokens, **options).float(), tokens)
 
 
-def one_step(wrapped: nn.Module) -> None:
+def one_step(wrapped):
     loss_of(wrapped, dist.get_rank()).backward()
     wrapped.finish_gradient_synchronization()
 
 
-def starts_from_rank_0(wrap: Wrap, hint: str, make=Toy, weights=module_state) -> Iterator[str]:
+def starts_from_rank_0(wrap, hint, make=Toy, weights=module_state):
     """On every rank; `weights` are those of a wrapped module, whole and by name."""
     module = make(dist.get_rank())
     wrapped = wrap(module)
@@ -133,7 +128,7 @@ def starts_from_rank_0(wrap: Wrap, hint: str, make=Toy, weights=module_state) ->
             yield f"after wrapping, {name!r} is not that of rank 0. {hint}"
 
 
-def gradients(wrap: Wrap, hint="", make=Toy, weights=module_state) -> Iterator[str]:
+def gradients(wrap, hint="", make=Toy, weights=module_state):
     """What they are if not the mean over the ranks, however these share them: by a step of SGD with lr=1."""
     ranks = dist.get_world_size()
     wrapped = wrap(make(0))
@@ -166,7 +161,7 @@ def gradients(wrap: Wrap, hint="", make=Toy, weights=module_state) -> Iterator[s
         yield from unlike(what, before[name] - after[name], total / ranks, diagnoses, otherwise)
 
 
-def wrong_kinds(wrapped: nn.Module, frozen: Sequence[str] = ()) -> Iterator[str]:
+def wrong_kinds(wrapped, frozen=()):
     """Gradients that are missing after a step, or that no optimizer would take; a shard may be renamed."""
     for name, parameter in wrapped.module.named_parameters():
         gradient = parameter.grad
@@ -180,6 +175,8 @@ def wrong_kinds(wrapped: nn.Module, frozen: Sequence[str] = ()) -> Iterator[str]
             if kind != wanted:
                 kinds = f"the gradient of {name!r} is {kind}, its shard {wanted}"
                 yield f"{kinds}. Keep the rows of the shard, and cast after the reduce-scatter."
+            if not gradient.isfinite().all():
+                yield f"the gradient of {name!r} has NaNs. Is padding sent that nobody has set to zero?"
 
 
 def _overlaps(wrap):
@@ -199,25 +196,21 @@ def _overlaps(wrap):
         if message.dtype.is_floating_point:
             ahead.append((len(made), message.numel))
 
-    store = dist.distributed_c10d._get_default_store()
-    (trial, *_) = from_all(time.monotonic_ns())
+    store = open_store()
     for first in range(dist.get_world_size()):
         made.clear()
         ahead.clear()
         wrapped.zero_grad()
         mistake = ""
-        ended = f"{trial}: backward of rank {first}"
+        ended = f"backward of rank {first}"
         with observed(note):
             loss = loss_of(wrapped, own_rank)
             # Nothing that it waits for, in whichever way, can arrive while the others send nothing.
-            if own_rank != first:
-                try:
-                    store.wait([ended], _PATIENCE)
-                except RuntimeError:
-                    mistake = (
-                        f"backward of rank {first} waits for messages. Use async_op=True, keep each "
-                        "handle, and wait() in finish_gradient_synchronization()."
-                    )
+            if own_rank != first and not comes(store, ended):
+                mistake = (
+                    f"{ended} waits for messages. Use async_op=True, keep each handle, and wait() in "
+                    "finish_gradient_synchronization()."
+                )
             loss.backward()
             store.set(ended, "")
             on_the_way = len(ahead)
@@ -236,9 +229,7 @@ def _overlaps(wrap):
     yield Property("messages leave during backward, which waits for none")
 
 
-def follow(
-    wrap: Wrap, how: str, make=Toy, weights=module_state, passes=1, options=lambda *_: {}
-) -> Findings:
+def follow(wrap, how, make=Toy, weights=module_state, passes=1, options=lambda *_: {}):
     """Train the candidate, and one process with the whole batch: the first weight in which they differ.
 
     Args:
@@ -251,7 +242,7 @@ def follow(
     alone = make(0)
     wrapped = wrap(make(own_rank))
     pair = [SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (alone, wrapped)]
-    for step in range(_STEPS):
+    for step in range(4):
         for optimizer in pair:
             optimizer.zero_grad()
         for n in range(passes):

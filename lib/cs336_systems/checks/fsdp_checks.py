@@ -2,20 +2,27 @@
 
 import gc
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from cs336_systems.arguments import check_choice
 from cs336_systems.checks import ddp_checks as shared
-from cs336_systems.checks.ddp_checks import VOCABULARY, Wrap, loss_of, one_step, tokens_of
-from cs336_systems.checks.on_ranks import Findings, Property, checker, close, observed
+from cs336_systems.checks.ddp_checks import VOCABULARY, loss_of, one_step, tokens_of
+from cs336_systems.checks.on_ranks import (
+    Findings,
+    Property,
+    checker_in_any_world,
+    close,
+    comes,
+    observed,
+    open_store,
+)
 from cs336_systems.model import Embedding, Linear, RMSNorm
 
 # No two have as many elements, nor has one's share on 2, 3, 4 or 6 ranks, which identifies messages.
@@ -28,23 +35,25 @@ _SIZES = {
 }
 _LAYER_OF = {prod(size): layer for layer, size in _SIZES.items()}
 LAYERS = tuple(_SIZES)
+_DEPTH = len(LAYERS)
+# In which a step uses them, and the next one's forward.
+_PATH = LAYERS + LAYERS[::-1] + LAYERS
 # Of 61 rows ranks have no equal shares, so messages are padded.
 _UNEVEN = _SIZES | {"up": (12, 61), "wide": (61, 84)}
 _MOST = {
     # Whole at once: the one in use, two ahead of it, and the one before, about to be freed.
     "all_gather": (4, "weights have memory at once; allowed: the one in use and two ahead of it."),
-    # The one that has just been made, and two on their way.
+    # The one that has just been made, and one on its way.
     "reduce_scatter": (
-        3,
-        "gradients have memory at once. Wait for the oldest before a third goes.",
+        2,
+        "gradients have memory at once. Wait for all but the youngest before one more goes.",
     ),
 }
 _LOW = torch.bfloat16
-_IN_LOW = f"with compute_dtype={_LOW}"
 
 
-@checker
-def check_fsdp(wrap: Wrap, *, only: Sequence[str] = ()) -> Findings:
+@checker_in_any_world
+def check_fsdp(wrap: Callable, *, only: Sequence[str] = ()) -> Findings:
     """Try a sharding wrapper on a small model, in `world_size` CPU processes, against one process.
 
     It is called as `fsdp_class(module, compute_dtype=None, **options)` and needs `.module`, `forward`,
@@ -58,17 +67,21 @@ def check_fsdp(wrap: Wrap, *, only: Sequence[str] = ()) -> Findings:
         yield from GROUPS[group](wrap)
 
 
-class _Layers(nn.Sequential):
-    """Five layers and a norm."""
+class _Layers(nn.Module):
+    """Five layers and a norm, made in another order than they compute in."""
 
     def __init__(self, seed, sizes=_SIZES):
         torch.manual_seed(seed)
         super().__init__()
-        for layer, size in sizes.items():
+        for layer in sorted(sizes, key=len, reverse=True):
             kind = Embedding if layer == "embedding" else Linear
-            self.add_module(layer, kind(*size))
-            self.add_module(f"tanh_{layer}", nn.Tanh())
-        self.add_module("norm", RMSNorm(132))
+            self.add_module(layer, kind(*sizes[layer]))
+        self.norm = RMSNorm(132)
+
+    def forward(self, x):
+        for layer in LAYERS:
+            x = self.get_submodule(layer)(x).tanh()
+        return self.norm(x)
 
 
 _uneven = partial(_Layers, sizes=_UNEVEN)
@@ -92,25 +105,27 @@ def _shards(wrap):
     )
     yield Property("gather_full_parameters() returns rank 0's values, whole, by name")
 
-    wrapped = wrap(_Layers(seed=0))
-    # By layer: a shard may have a name of its own.
-    sizes = Counter()
-    for name, parameter in wrapped.module.named_parameters():
-        sizes[name.rpartition(".")[0]] += parameter.numel()
-    for name, parameter in _Layers(seed=0).named_parameters():
-        n = parameter.numel()
-        has = sizes[name.rpartition(".")[0]]
+    wrapped = wrap(_Layers(0))
+    for layer, module in _Layers(0).named_children():
+        n = module.weight.numel()
+        # A shard may have a name of its own.
+        has = sum(x.numel() for x in wrapped.module.get_submodule(layer).parameters())
         share = -(-n // dist.get_world_size())
-        is_sharded = n in _LAYER_OF
-        if is_sharded and has > share:
-            yield f"{name!r} still has {has} of {n} elements. A rank keeps its rows, {share}."
-        if not is_sharded and has != n:
-            yield f"{name!r} was sharded. Leave what is in no Linear or Embedding whole on every rank."
+        if layer == "norm" and has != n:
+            yield "'norm.weight' was sharded. Leave what is in no Linear or Embedding whole on every rank."
+        if layer != "norm" and has > share:
+            yield f"'{layer}.weight' still has {has} of {n} elements. A rank keeps its rows, {share}."
+    before = [(shard, shard.detach().clone()) for shard in wrapped.parameters()]
+    wrapped.gather_full_parameters()
+    wrapped.gather_full_parameters()
+    for now, (shard, old) in zip(wrapped.parameters(), before, strict=True):
+        if now is not shard or not torch.equal(now, old):
+            yield "gather_full_parameters() changes what a rank keeps. Leave layers and shards as they are."
     yield Property("of every Linear and Embedding weight a rank keeps its share")
 
 
 def _forward(wrap):
-    wrapped = wrap(_Layers(seed=0))
+    wrapped = wrap(_Layers(0))
     tokens = tokens_of(dist.get_rank(), 0)
     early = []
 
@@ -121,27 +136,67 @@ def _forward(wrap):
                 message.wait()  # or freeing its memory may crash
 
     for layer in LAYERS:
-        getattr(wrapped.module, layer).register_forward_pre_hook(partial(before, layer))
-    with torch.no_grad(), observed() as sent:
-        outputs = wrapped(tokens)
-    if early:
-        yield f"{early[0]!r} computes while its weight may be on its way. wait() for its all-gather before."
-    if not close(outputs, _Layers(seed=0)(tokens)):
-        yield "its forward is not the module's. Does every layer compute with its own, whole weight?"
-    with torch.no_grad():
-        outputs = wrap(_uneven(0))(tokens)
-    if not close(outputs, _uneven(0)(tokens)):
-        yield "with 61 rows its forward is not the module's. Compute with the weight's own rows, no padding."
-    yield Property("forward computes with the whole weights, and leaves the shards in place")
-
-    wrapped = wrap(_Layers(seed=0), compute_dtype=_LOW)
+        wrapped.module.get_submodule(layer).register_forward_pre_hook(partial(before, layer))
     with torch.no_grad(), observed() as sent:
         wrapped(tokens)
+        for shard in wrapped.parameters():
+            shard.mul_(2)
+        outputs = wrapped(tokens)
+    wanted = functional_call(_Layers(0), _whole(wrapped), tokens)
+    if early:
+        yield f"{early[0]!r} computes while its weight may be on its way. wait() for its all-gather before."
+    if not close(outputs, wanted):
+        yield "its second forward is not the module's. Does each layer compute with its weight as it is now?"
+    yield Property("forward computes with the whole weights, and leaves the shards in place")
+
+    if hasattr(wrapped, "collect"):
+        yield from _collect(wrap)
+    wrapped = wrap(_Layers(0), compute_dtype=_LOW)
+    weights = _whole(wrapped)
+    with torch.no_grad(), observed() as sent:
+        wrapped(tokens)
+    after = _whole(wrapped)
+    for name, shard in wrapped.module.named_parameters():
+        if shard.dtype != torch.float32:
+            yield f"the shard of {name!r} is {shard.dtype}, not float32."
     for message in sent:
-        layer = _gathered(message)
+        layer = _LAYER_OF.get(message.numel)
+        if layer and not _gathered(message):
+            yield f"{layer!r} travels by {message.collective}. An all-gather sends rows alone."
         if layer and message.dtype != _LOW:
             yield f"{layer!r} is gathered in {message.dtype}. Cast the shard before it is sent."
-    yield Property(f"{_IN_LOW}, weights are cast before they are gathered")
+    for name, x in after.items():
+        if not torch.equal(x, weights[name]):
+            yield f"{name!r} is no longer what it was. Send a copy that is cast, and leave the shard."
+    yield Property(f"with compute_dtype={_LOW}, weights are cast before they are gathered")
+
+
+def _collect(wrap):
+    """Of a class that has it."""
+    store = open_store()
+    for asking in range(dist.get_world_size()):
+        wrapped = wrap(_Layers(0))
+        first, second = wrapped.weights[:2]
+        is_asking = dist.get_rank() == asking
+        mistake = ""
+        with observed() as sent:
+            wrapped.collect([first, second] if is_asking else [first])
+            asked = len(sent)
+            if is_asking:
+                store.set(f"{asking}", "")
+            elif not comes(store, f"{asking}"):
+                mistake = f"collect of rank {asking} waits for more than the first weight."
+            wrapped.collect([second, first])
+        sizes = [message.numel for message in sent]
+        if sizes != [first.whole.numel(), second.whole.numel()] or asked != 1 + is_asking:
+            mistake = "collect does not start one all-gather for each weight of its list, in order."
+        if any(
+            type(x) is Tensor and x is not first.all_rows and x.shape == first.shard.shape
+            for x in vars(first).values()
+        ):
+            mistake = "collect keeps what was sent, when it has arrived. Drop it."
+        yield mistake
+    yield Property("collect asks for all, each once, and waits for the first alone")
 
 
 def _backward(wrap):
@@ -155,8 +210,9 @@ def _backward(wrap):
         "every .grad has its parameter's shape and dtype, and is the mean over the ranks"
     )
 
-    how = "the weights follow one process that has the whole batch"
-    yield from shared.follow(wrap, how, make=_Layers, weights=_whole)
+    yield from shared.follow(
+        wrap, "the weights follow one process that has the whole batch", _Layers, _whole
+    )
 
 
 def _has_memory(reference):
@@ -165,13 +221,14 @@ def _has_memory(reference):
 
 
 def _memory(wrap):
-    wrapped = wrap(_Layers(seed=0))
+    if dist.get_world_size() == 1:
+        return  # shares are whole
+    wrapped = wrap(_Layers(0))
     mistakes = []
     crowds = []
     # Of whole weights, and of the whole gradients of this step.
     seen = {name: [] for name in _MOST}
     reductions = seen["reduce_scatter"]
-    still = "the whole weights of these layers still have memory:"
 
     def whole(collective, allowed=0):
         """The layers; cycles and Gloo's threads may free some within a second."""
@@ -186,16 +243,15 @@ def _memory(wrap):
     def note(message):
         name = message.collective
         layer = _LAYER_OF.get(message.numel)
-        if layer and name in ("all_reduce", "reduce"):
+        if layer and name.endswith("reduce"):
             mistakes.append(
                 f"the whole gradient of {layer!r} went through {name}. Use reduce_scatter."
             )
         if layer and name in seen:
-            if _gathered(message) and reductions and reductions[-1].waits:
+            if reductions and reductions[-1].waits:
                 mistakes.append(
                     "backward waits for the gradient that left last. Wait when newer ones have left."
                 )
-            message.is_completed = message.wait
             seen[name].append(message)
             allowed, mend = _MOST[name]
             held = len(whole(name, allowed))
@@ -210,11 +266,12 @@ def _memory(wrap):
             kept = whole("all_gather", allowed=1)
             if len(kept) > 1:
                 mistakes.append(
-                    f"after forward {still} {', '.join(kept)}. Autograd keeps them: free by "
-                    "untyped_storage().resize_(0), gather into the same tensor again."
+                    "after forward the whole weights of these layers still have memory: "
+                    f"{', '.join(kept)}. Autograd keeps them: free by untyped_storage().resize_(0), gather "
+                    "into the same tensor again."
                 )
             loss.backward()
-            if len(reductions) < len(LAYERS) - 2:
+            if len(reductions) < _DEPTH - 2:
                 mistakes.append(
                     "gradients stay until backward is over. Reduce each when it is there."
                 )
@@ -222,110 +279,105 @@ def _memory(wrap):
             reductions.clear()
             kept = ", ".join(whole("all_gather"))
             if kept:
-                mistakes.append(f"after backward {still} {kept}. Free each with its gradient.")
+                mistakes.append(
+                    f"after backward the whole weights of these layers still have memory: {kept}. "
+                    "Free each with its gradient."
+                )
     yield from mistakes + crowds
-    yield Property("gradients are reduce-scattered: no rank receives more than its share")
     yield Property(
-        "whole weights are freed after use, in forward and in backward, and whole gradients too"
+        "gradients are reduce-scattered; whole ones, and weights in both passes, are freed"
     )
 
 
-def _prefetch(wrap):
-    wrapped = wrap(_Layers(seed=0))
-    mistakes = []
-    # Of a pass: the layers that it has reached, and by layer how many they were when its all-gather started.
+def _pace(wrap):
+    store = open_store()
+    for first in range(dist.get_world_size()):
+        late, _ = _second_step(wrap, store, first)
+        if late:
+            yield (
+                f"rank {first} is held up by others that are still at {late[0]!r}. Send with async_op=True, "
+                "wait for a layer's own gather and for older gradients alone."
+            )
+        yield ""
+    yield Property("no rank waits until the others have come as far")
+
+
+def _second_step(wrap, store, first):
+    """A step in which the others hold at each layer until one rank is further, which can do without them.
+
+    Returns the layers where they hold in vain, and how many layers before a place in _PATH its gather starts.
+    """
+    wrapped = wrap(_Layers(0))
+    one_step(wrapped)  # from then on the order is known
+    wrapped.zero_grad()
+    is_first = dist.get_rank() == first
     reached = []
-    begun = {}
-    # Gathered for a layer that has not been reached yet.
-    ahead = {}
+    # Gathered for layers that have not been reached yet.
+    ahead = set()
+    leads = {}
+    late = []
 
     def on_message(message):
         layer = _gathered(message)
         if layer:
-            # Who asks again and again waits, too.
-            message.is_completed = message.wait
-            begun.setdefault(layer, len(reached))
-            ahead[layer] = message
-            if not message.is_async:
-                mistakes.append(
-                    f"the all-gather of {layer!r} is waited for where it starts. Start it with async_op=True."
-                )
+            ahead.add(layer)
+            here = max(len(reached) - 1, 0)
+            place = _PATH.index(layer, here)
+            leads.setdefault(place, place - here)
 
     def enter(layer, *_):
         """Called before the wrapper's own hook."""
         reached.append(layer)
+        if is_first:
+            store.set(f"{first} {len(reached)}", "")
 
     def before_computing(layer, *_):
         """Called behind it."""
-        ahead.pop(layer, None)
-        for other, message in ahead.items():
-            if message.waits:
-                mistakes.append(
-                    f"the all-gather of {other!r} is waited for before {layer!r} computes, hidden by "
-                    "nothing. Before it, wait for its own gather alone."
-                )
+        ahead.discard(layer)
+        # In backward the first needs gradients of all.
+        more = len(ahead) if len(reached) <= _DEPTH else bool(ahead)
+        if not is_first and not late and not comes(store, f"{first} {len(reached) + 1 + more}"):
+            late.append(layer)
 
-    def on_result(layer, module, inputs, result):
-        result.register_hook(partial(enter, layer))
-        result.register_hook(partial(before_computing, layer))
+    def on_result(hook, module, inputs, result):
+        result.register_hook(hook)
 
     for layer in LAYERS:
-        module = getattr(wrapped.module, layer)
-        module.register_forward_pre_hook(partial(enter, layer), prepend=True)
-        module.register_forward_pre_hook(partial(before_computing, layer))
-        module.register_forward_hook(partial(on_result, layer))
-    # What is gathered when in backward is known from the first step on.
-    for step in range(2):
-        mistakes.clear()
-        ahead.clear()
-        wrapped.zero_grad()
-        with observed(on_message):
-            reached.clear()
-            begun.clear()
-            loss = loss_of(wrapped, dist.get_rank(), step)
-            in_forward = begun.copy()
-            reached.clear()
-            begun.clear()
-            loss.backward()
-            wrapped.finish_gradient_synchronization()
-    yield from mistakes
-    for number, layer in enumerate(LAYERS):
-        gather = f"the all-gather of {layer!r}"
-        if layer not in in_forward:
-            yield f"{gather} was not seen in forward. Start one, of torch.distributed."
-        elif 0 < number < in_forward[layer]:
-            yield f"{gather} starts only when its layer begins. Start it earlier, in forward's order."
-        elif number > 2 and in_forward[layer] < number - 1:
+        module = wrapped.module.get_submodule(layer)
+        for call in (enter, before_computing):
+            hook = partial(call, layer)
+            module.register_forward_pre_hook(hook, prepend=call is enter)
+            module.register_forward_hook(partial(on_result, hook), prepend=call is enter)
+    with observed(on_message):
+        loss_of(wrapped, dist.get_rank()).backward()
+        enter("")
+        enter("")
+        wrapped.finish_gradient_synchronization()
+    return late, leads
+
+
+def _prefetch(wrap):
+    _, leads = _second_step(wrap, open_store(), dist.get_rank())
+    for place, layer in enumerate(_PATH[: 2 * _DEPTH]):
+        in_forward = place < _DEPTH
+        gather = f"in {'forward' if in_forward else 'backward'} the all-gather of {layer!r}"
+        lead = leads.get(place)
+        if lead is None and in_forward:
+            yield f"{gather} was not seen. Start one, of torch.distributed."
+        if lead == 0 and place % _DEPTH:
+            yield f"{gather} starts only when its layer begins. Start it earlier."
+        if lead and lead > 2:
             yield f"{gather} starts before the layer three before it is done; allowed: two layers ahead."
-    # Backward begins with the last two. When it has reached the layer behind, the gather is late.
-    for number, layer in enumerate(reversed(LAYERS)):
-        if number > 1 and begun.get(layer, 0) >= number:
-            yield f"in backward {layer!r} is gathered only when it is reached. Start it earlier, in reverse."
     yield Property("the all-gathers are under way before they are needed, at most two layers ahead")
 
 
 def _precision(wrap):
-    wrapped = wrap(_Layers(seed=0), compute_dtype=_LOW)
+    wrapped = wrap(_Layers(0), compute_dtype=_LOW)
     one_step(wrapped)
     yield from shared.wrong_kinds(wrapped)
-    for name, shard in wrapped.module.named_parameters():
-        if shard.dtype != torch.float32:
-            yield f"the shard of {name!r} is {shard.dtype}, not float32."
-    yield ""  # SGD would raise
-    before = _whole(wrapped)
-    torch.optim.SGD(wrapped.parameters(), lr=1e-3).step()
-    for name, x in _whole(wrapped).items():
-        if x.numel() in _LAYER_OF and (x.equal(before[name]) or x.equal(x.to(_LOW).float())):
-            yield f"{name!r} loses small updates: keep it in float32, cast a copy to gather."
-    torch.optim.SGD(wrapped.parameters(), lr=1.0).step()
-    tokens = tokens_of(dist.get_rank(), 0)
-    with torch.no_grad():
-        outputs = wrapped(tokens)
-        from_new = functional_call(_Layers(0), _whole(wrapped), tokens)
-        from_old = functional_call(_Layers(0), before, tokens)
-    if (from_old - outputs).norm() < (from_new - outputs).norm():
-        yield "forward computes with the weights from before the optimizer's step. Gather anew."
-    yield Property(f"{_IN_LOW}, weights travel in it; shards, gradients and updates stay float32")
+    yield Property(
+        f"with compute_dtype={_LOW}, weights travel in it; shards and gradients stay float32"
+    )
 
 
 # In the order in which an FSDP is written.
@@ -334,6 +386,7 @@ GROUPS = {
     "forward": _forward,
     "backward": _backward,
     "memory": _memory,
+    "pace": _pace,
     "prefetch": _prefetch,
     "precision": _precision,
 }

@@ -1,18 +1,19 @@
 """Properties of a reader's class, tried by several processes: the runner, and what the properties use."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial, wraps
 from inspect import signature
 
 import cloudpickle  # takes classes of a notebook by value
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from cs336_systems.parallel import WorkerContext, WorkerError, stream
-from cs336_systems.traffic import Message, watch_collectives
+from cs336_systems.parallel import WorkerError, stream
+from cs336_systems.traffic import watch_collectives
 
 
 class Property(str):
@@ -23,7 +24,7 @@ class Property(str):
 Findings = Iterator[str]
 
 
-def checker(properties: Callable, also_alone: bool = False) -> Callable:
+def checker(properties, also_alone=False):
     """Makes of `properties(candidate, **asked)` a check(candidate, *, world_size=2, timeout_s=60, **options).
 
     Every rank of some CPU processes runs the generator, which yields what is wrong, the likeliest first, and
@@ -65,8 +66,10 @@ def checker(properties: Callable, also_alone: bool = False) -> Callable:
 checker_in_any_world = partial(checker, also_alone=True)
 
 
-def try_properties(context: WorkerContext, pickled: bytes, also_alone: bool = False) -> list[str]:
+def try_properties(context, pickled, also_alone=False):
     """What is wrong in the first property that fails on any rank, of a pickled (candidate, properties)."""
+    # What is not written is NaN.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     # Before the class imports the functions, in whichever way.
     with watch_collectives(notify=_tell_observers, checks=True), observed() as sent:
         candidate, properties = cloudpickle.loads(pickled)
@@ -97,20 +100,33 @@ def _with_their_ranks(by_rank):
     return [f"rank {', '.join(numbers)}: {mistake}" for mistake, numbers in ranks.items()]
 
 
-def from_all(own) -> list:
+def from_all(own):
     """What every rank has, by rank."""
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
     return gathered
 
 
-def close(a: Tensor, b: Tensor) -> bool:
+def open_store():
+    """Where ranks tell each other something, whatever their messages wait for."""
+    trial = from_all(time.monotonic_ns())[0]
+    return dist.PrefixStore(f"{trial}", dist.distributed_c10d._get_default_store())
+
+
+def comes(store, event):
+    """Whether somebody sets it, as passes take milliseconds."""
+    try:
+        store.wait([event], timedelta(seconds=5))
+    except RuntimeError:
+        return False
+    return True
+
+
+def close(a, b):
     return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def unlike(
-    what: str, tensor: Tensor | None, wanted: Tensor, diagnoses: dict, otherwise: str, alike=close
-) -> Iterator[str]:
+def unlike(what, tensor, wanted, diagnoses, otherwise, alike=close):
     """Nothing where a tensor is the wanted one; else what it is: the diagnosis whose tensor it is like."""
     if tensor is None:
         yield f"{what} is missing. Keep forward inside autograd, its all-reduce too."
@@ -134,7 +150,7 @@ _observers = []
 
 
 @contextlib.contextmanager
-def observed(notify: Callable = lambda message: None) -> Iterator[list[Message]]:
+def observed(notify=lambda message: None):
     """The messages that the candidate starts inside; `notify` is called with each when it starts."""
     messages = []
 
