@@ -1,7 +1,5 @@
 """Properties of a data-parallel wrapper, with error messages for its author; FSDP's share most of them."""
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,7 +7,6 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from cs336_systems.checks.on_ranks import (
-    Findings,
     Property,
     checker_in_any_world,
     close,
@@ -24,9 +21,7 @@ VOCABULARY = 24
 
 
 @checker_in_any_world
-def check_ddp(
-    wrap: Callable, *, thorough: bool = False, users: int | None = None, overlapped: bool = False
-) -> Findings:
+def check_ddp(wrap, *, thorough=False, users=None, overlapped=False):
     """Try a data-parallel wrapper on a small model, in `world_size` CPU processes, against one process.
 
     It is called as `wrap(module, **options)`, with the options that are not among these, and needs `.module`,

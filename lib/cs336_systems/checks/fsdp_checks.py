@@ -2,7 +2,6 @@
 
 import gc
 import time
-from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 
@@ -15,7 +14,6 @@ from cs336_systems.arguments import check_choice
 from cs336_systems.checks import ddp_checks as shared
 from cs336_systems.checks.ddp_checks import VOCABULARY, loss_of, one_step, tokens_of
 from cs336_systems.checks.on_ranks import (
-    Findings,
     Property,
     checker_in_any_world,
     close,
@@ -53,7 +51,7 @@ _LOW = torch.bfloat16
 
 
 @checker_in_any_world
-def check_fsdp(wrap: Callable, *, only: Sequence[str] = ()) -> Findings:
+def check_fsdp(wrap, *, only=()):
     """Try a sharding wrapper on a small model, in `world_size` CPU processes, against one process.
 
     It is called as `fsdp_class(module, compute_dtype=None, **options)` and needs `.module`, `forward`,

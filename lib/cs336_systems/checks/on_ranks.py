@@ -2,7 +2,6 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial, wraps
@@ -18,10 +17,6 @@ from cs336_systems.traffic import watch_collectives
 
 class Property(str):
     """The name of what a checker has asked of a candidate, and has held."""
-
-
-# What is wrong, or a Property.
-Findings = Iterator[str]
 
 
 def checker(properties, also_alone=False):

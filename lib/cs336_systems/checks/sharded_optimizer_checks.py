@@ -1,14 +1,11 @@
 """Properties of a sharded optimizer, with error messages for its author."""
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from cs336_systems.checks.on_ranks import (
-    Findings,
     Property,
     checker_in_any_world,
     from_all,
@@ -19,11 +16,10 @@ from cs336_systems.checks.on_ranks import (
 _SETTINGS = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1}
 # They alternate: assigned in turn, all large ones would fall to one rank.
 _SHAPES = 4 * ((16, 16), (16,))
-Make = Callable[..., Optimizer]
 
 
 @checker_in_any_world
-def check_sharded_optimizer(make: Make, *, only_states: bool = False) -> Findings:
+def check_sharded_optimizer(make, *, only_states=False):
     """Try a sharded optimizer in `world_size` CPU processes, against the optimizer that it shards.
 
     It is called as `make(params, optimizer_cls, **kwargs)`; see `on_ranks.checker`.

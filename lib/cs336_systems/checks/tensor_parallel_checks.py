@@ -1,12 +1,10 @@
 """Properties of a tensor-parallel SwiGLU layer and of its parts, with error messages for their author."""
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from cs336_systems.checks.on_ranks import Findings, Property, checker, observed, unlike
+from cs336_systems.checks.on_ranks import Property, checker, observed, unlike
 from cs336_systems.model import SwiGLU
 
 # Different sizes, so that a wrong cut shows.
@@ -14,12 +12,10 @@ _D_MODEL = 6
 _WIDTH_OF_A_RANK = 5
 _TOKENS = 4
 _CUTS = {"w1": 0, "w2": 1, "w3": 0}
-LayerClass = Callable[..., nn.Module]
-Function = type[torch.autograd.Function]
 
 
 @checker
-def check_tensor_parallel(layer_class: LayerClass) -> Findings:
+def check_tensor_parallel(layer_class):
     """Try a tensor-parallel SwiGLU layer in two CPU processes, against the whole layer.
 
     It is called as `layer_class(full, group)` with the whole layer, equal on every rank, and needs parameters
@@ -29,14 +25,14 @@ def check_tensor_parallel(layer_class: LayerClass) -> Findings:
 
 
 @checker
-def check_sums(forward_sum: Function, *, backward_sum: Function) -> Findings:
+def check_sums(forward_sum, *, backward_sum):
     """Ask of functions of a tensor and a group whether one adds up in forward, the other in backward."""
     yield from _in_groups(_adds_up, forward_sum, "forward")
     yield from _in_groups(_adds_up, backward_sum, "backward")
 
 
 @checker
-def check_gather_linear(layer: Function) -> Findings:
+def check_gather_linear(layer):
     """Ask of `layer.apply(x, weight, group)` whether it gathers, keeps this rank's x, and gathers again."""
     yield from _in_groups(_gathers, layer)
 
