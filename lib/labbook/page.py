@@ -83,7 +83,8 @@ class Page:
         theirs = published(table) if isinstance(table, str) else table
         caption = f"Beside public reports: {column_label(value)}, theirs over ours"
         both = beside_published(theirs, rows, keys, value).sort_values(
-            list(keys), key=lambda key: key.map(ordered(key, key.name).index), kind="stable"
+            keys,  # in one of them a value may be missing
+            key=lambda key: key.map(ordered(key.dropna(), key.name).index, na_action="ignore"),
         )
         numbers = both[["theirs", "ours", "ratio"]].map(significant)
         show(both.assign(**numbers), caption, folded=True)

@@ -54,7 +54,8 @@ def read_map() -> dict[str, Entry]:
 
 def entry(name: str, notebook: NotebookNode) -> Entry:
     """What an executed notebook says of itself."""
-    title = re.match("# (.+)", "".join(cell.source for cell in notebook.cells[:1]))
+    # Of a notebook that failed the first cell is papermill's.
+    title = re.search("^# (.+)", "\n".join(cell.source for cell in notebook.cells), re.MULTILINE)
     if not title:
         raise ValueError(f"{name} has no first cell '# {name[:2]} · a title', and so is no chapter")
     handout, question, before, time = first_cell(notebook).values()

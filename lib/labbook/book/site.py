@@ -240,8 +240,7 @@ def _fold(notebook, run):
             prompt = "Code and output"
             tags.append("hide-cell")
         elif ASIDE in tags or section in ("## Measure", "## Results"):
-            defined = re.findall(r"^(?:class|def) (\w+)", cell.source, re.MULTILINE)
-            prompt = ": ".join(["Code"] + defined[:1])
+            prompt = ": ".join(["Code"] + re.findall(r"(?m)^(?:class|def) (\w+)", cell.source)[:1])
             tags.append(HIDE_INPUT)
         cell.metadata["mystnb"] = {"code_prompt_show": prompt, "code_prompt_hide": prompt}
 

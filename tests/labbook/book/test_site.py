@@ -64,6 +64,7 @@ def run(folder):
         notebook = nbformat.read(folder / f"notebooks/{outcome.notebook}.ipynb", 4)
         notebook.cells[0].source += """\n
 $a^2$, [11](11_one.ipynb), [13](13_three.ipynb), [there](../lib/x.py)"""
+        notebook.cells.insert(0, v4.new_markdown_cell("failed"))
         nbformat.write(notebook, there / f"{name}.ipynb")
         write_record(there / f"{name}.json", outcome)
     (there / "14_torn.ipynb").write_text("{")
