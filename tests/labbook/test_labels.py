@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_rgb
 
 from labbook.labels import (
+    column_label,
     named_value,
     ordered,
     significant,
@@ -45,6 +46,11 @@ def test_values_are_in_the_order_a_reader_expects():
     assert ordered(["PyTorch's DDP", "naive"], "wrapper") == ["naive", "PyTorch's DDP"]
     assert ordered(["mine", "sdpa", "plain"], "implementation") == ["plain", "sdpa", "mine"]
     assert ordered(pd.Series([1024, 128, 1024]), "context_length") == [128, 1024]
+
+
+def test_a_column_has_its_unit_where_its_name_ends_in_one():
+    names = ["tail_ms", "of_ours", "ms"]
+    assert [column_label(name) for name in names] == ["tail (ms)", "of ours", "ms"]
 
 
 def test_a_value_that_stands_alone_says_what_it_is():
