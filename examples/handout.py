@@ -136,7 +136,12 @@ def of_class(readme: str) -> str:
     readme = readme.replace(
         "Two commands do all the set-up by themselves", "This does all the set-up"
     )
-    return readme.replace(" A class: [TEACHING](TEACHING.md).", "")
+    return unlinked(readme.replace(" A class: [TEACHING](TEACHING.md).", ""))
+
+
+def unlinked(text: str) -> str:
+    """Text whose links to what stays behind are plain words."""
+    return re.sub(rf"\[([^\]]+)\]\(({'|'.join(LEFT_BEHIND)})[^)]*\)", r"\1", text)
 
 
 def left_in(target: Path) -> list[str]:
@@ -175,8 +180,9 @@ def write(target: Path, *more: str) -> None:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             if not name.endswith(".ipynb"):
                 shutil.copy(ROOT / name, target / name)
-    readme = target / "README.md"
-    readme.write_text(of_class(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, form in {"README.md": of_class, "CONTRIBUTING.md": unlinked}.items():
+        text = (target / name).read_text(encoding="utf-8")
+        (target / name).write_text(form(text), encoding="utf-8")
     list(write_copies(sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")), target / "notebooks"))
     for path in (target / "notebooks").glob("*.ipynb"):
         notebook = nbformat.read(path, as_version=4)
