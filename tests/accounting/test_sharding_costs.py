@@ -54,7 +54,7 @@ def measured():
     left = [(strategy, dtype) for dtype in DTYPES for strategy in SHARDINGS]
     rows = {}
     # A busy machine may free late what Gloo's threads have sent: then a peak is higher.
-    for _ in range(3):
+    for _ in range(5):
         looks = launch(look, 2, left, backend="gloo")
         rows |= {case: rows_of(*case, [of_rank[case] for of_rank in looks]) for case in left}
         left = [case for case in left if not peak_is_as_predicted(*case, rows[case][0])]
