@@ -61,6 +61,7 @@ def test_the_profile_is_what_the_machine_has_and_its_time_that_of_the_last_run(
     record.measured_at = [f"2026-01-01T00:00:{second}Z" for second in (10, 22)]
     write_record(folder / "figures/mine/runs/20260101-one-1234.json", record)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr(commands, "core_count", lambda: 1)  # so that none waits for another
     assert command("run", "--dry-run") == 0
     assert capsys.readouterr().out.strip().startswith(planned)
 
