@@ -161,7 +161,7 @@ def run_batch(
 
     Each ends as `<name>.ipynb` and `.json` in the folder, so that a killed run continues where it was. Of two
     runs at once one waits for what the other executes. `force` executes also what is done.
-    at_once: how many notebooks; a cell that measures waits until no other runs.
+    at_once: how many notebooks; their cells wait for each other where they measure, as book/kernel.py says.
     Raises PermissionError: the folder cannot be written to.
     Raises KeyboardInterrupt: Ctrl-C; what was running ends with this process.
     """

@@ -1,7 +1,7 @@
 """IPython extension of the kernels of a batch.
 
 A cell that measures runs alone, and the steps before it beside those of other kernels. On a GPU, imports and
-what shows rows once they are measured wait for nobody: they use other cores. A kernel ends when it has tidied
+what shows rows once they are measured wait for nobody: they need no GPU. A kernel ends when it has tidied
 up: to take torch down, module by module, lasts seconds more.
 """
 
