@@ -33,7 +33,7 @@ def attention(
         k, v: (..., n_keys, d).
         is_causal: query i sees key j only if j <= i (aligned at the first position, also when
             n_queries != n_keys).
-        implementation: one of MODEL_ATTENTION; "auto" is the fastest that can run these tensors.
+        implementation: one of MODEL_ATTENTION; "auto" is our kernels, or "sdpa" where they cannot run.
 
     Returns:
         (..., n_queries, d), in q's dtype.

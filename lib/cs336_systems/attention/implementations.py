@@ -72,7 +72,7 @@ ATTENTION: dict[str, Implementation] = {
     "flash_triton": Implementation(flash_attention, frozenset({TRITON}), in_model=True),
 }
 OURS = "flash_triton"
-# What a model's blocks may be given; "auto" is the fastest of them that can run the tensors.
+# What a model's blocks may be given; "auto" is ours where it can run the tensors, else "sdpa".
 MODEL_ATTENTION = ("auto",) + tuple(name for name, entry in ATTENTION.items() if entry.in_model)
 # Attention alone has nothing to train.
 ATTENTION_PASSES = ("forward", "backward", "forward_backward")

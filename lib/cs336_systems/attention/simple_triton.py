@@ -117,7 +117,7 @@ def launch_forward(q, k, v, is_causal=False, rows=32, keys=32, kernel=forward_ke
     o = torch.empty_like(q)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     scale_log2 = 1.4426950408889634 * d**-0.5
-    # A tile is a power of two wide, and a matmul takes no less than 16.
+    # A tile is a power of two wide, and a matmul in 16 bits sums up no less than 16.
     columns = max(16, triton.next_power_of_2(d))
     grid = triton.cdiv(n_queries, rows), q.shape[:-2].numel()
     blocks = d, columns, rows, keys, is_causal

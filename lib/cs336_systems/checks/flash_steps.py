@@ -17,7 +17,7 @@ _LOG2_E = 1.4426950408889634
 
 
 def _random_tiles(count, device):
-    """Of 16 by 16, the smallest that tl.dot takes."""
+    """Of 16 by 16: no inner side of 16-bit operands of tl.dot is shorter."""
     return torch.randn(count, 16, 16, generator=random_on(device, 0), device=device)
 
 
