@@ -49,7 +49,7 @@ def rows_and_registers(kernel, queries, keys, warps, d=64):
     rows = min(queries, keys) if kernel == "dkdv" else queries
     scores = {"forward": 1, "dq": 2, "dkdv": 2}[kernel] * queries * keys
     outputs = {"forward": queries, "dq": queries, "dkdv": 2 * keys}[kernel] * d
-    return rows * 4 // warps, (scores + outputs) // (32 * warps)
+    return rows, (scores + outputs) // (32 * warps)
 """,
         """
 def rows_and_registers(kernel, queries, keys, warps, d=64):
@@ -58,7 +58,7 @@ def rows_and_registers(kernel, queries, keys, warps, d=64):
         numbers = queries * (2 * keys + d)
     elif kernel == "dkdv":
         rows, numbers = min(queries, keys), 2 * keys * (queries + d)
-    return 4 * rows // warps, numbers // 32 // warps
+    return rows, numbers // 32 // warps
 """,
     ],
 }
@@ -90,7 +90,7 @@ WRONG = {
     "rows_and_registers": {
         "dkdv: queries alone": [('min(queries, keys) if kernel == "dkdv" else queries', "queries")],
         "dK or dV": [("2 * keys}", "keys}")],
-        "rows of all warps": [("rows * 4 // warps", "rows")],
+        "rows of four warps": [("return rows,", "return rows * 4 // warps,")],
         "always four warps": [("(32 * warps)", "128")],
         "always 64 wide": [("[kernel] * d", "[kernel] * 64")],
     },
