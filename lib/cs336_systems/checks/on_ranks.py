@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.parallel import WorkerError, stream
+from cs336_systems.parallel.launch import _PRELOADED
 from cs336_systems.traffic import watch_collectives
+
+# Optimizers and deterministic algorithms import it, Triton with it, which takes every rank half a second.
+_PRELOADED.append("torch._dynamo")
 
 
 class Property(str):
