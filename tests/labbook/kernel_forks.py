@@ -10,7 +10,8 @@ from multiprocessing import forkserver, get_context
 
 from jupyter_client.provisioning import local_provisioner
 
-from cs336_systems.parallel.launch import _PRELOADED, _start_method
+from cs336_systems.checks.on_ranks import _PRELOADED
+from cs336_systems.parallel.launch import _start_method
 
 
 def install():

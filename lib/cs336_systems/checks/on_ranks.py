@@ -15,8 +15,8 @@ from cs336_systems.parallel import WorkerError, stream
 from cs336_systems.parallel.launch import _PRELOADED
 from cs336_systems.traffic import watch_collectives
 
-# Optimizers and deterministic algorithms import it, Triton with it, which takes every rank half a second.
-_PRELOADED.append("torch._dynamo")
+# Of others, what every rank of a check imports: optimizers want the first, our kernels the second.
+_PRELOADED += ["torch._dynamo", "triton.experimental.gluon.nvidia.hopper"]
 
 
 class Property(str):
