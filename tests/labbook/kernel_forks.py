@@ -6,7 +6,7 @@ It has imported what they import, and a kernel's own ranks come from it, too; el
 
 import os
 import time
-from multiprocessing import forkserver, get_context
+from multiprocessing import forkserver
 
 from jupyter_client.provisioning import local_provisioner
 
@@ -23,8 +23,7 @@ def install():
 
 def fork(target, *args):
     """A process started by the server."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context = _start_method()
     forkserver.ensure_running()
     key = getattr(forkserver._forkserver, "_forkserver_authkey", None)  # from Python 3.14 on
     process = context.Process(target=_run, args=(key, target) + args)

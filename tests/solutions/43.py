@@ -175,9 +175,9 @@ WRONG = {
         "a slice where nothing is missing": [
             ("return mine", "return there if len(there) == rows else mine")
         ],
-        "rounds down": [("-(-len(full) // ranks)", "len(full) // ranks")],
+        "one row too many": [("-(-len(full) // ranks)", "len(full) // ranks + 1")],
         "by turns": [("full[rank * rows : (rank + 1) * rows]", "full[rank::ranks]")],
-        "zeros first": [("mine[: len(there)]", "mine[rows - len(there) :]")],
+        "padding as it comes": [("full.new_zeros", "full.new_empty")],
         "always float32": [("full.new_zeros", "torch.zeros")],
     },
     "ShardedModule": {
@@ -189,7 +189,7 @@ WRONG = {
                 "            weight.shard.data = full[names[weight.shard]]\n        return full",
             )
         ],
-        "side by side": [("torch.cat(parts)", "torch.cat(parts, dim=1)")],
+        "keeps them": [("        return full", "        self.full = full\n        return full")],
     },
     "ForwardFSDP": {
         "does not wait": [("        wanted[0].work.wait()\n", "")],
@@ -202,8 +202,11 @@ WRONG = {
         ],
         "keeps what was sent": [("        wanted[0].sent = None\n", "")],
         "asks for the first alone": [("for weight in wanted:", "for weight in wanted[:1]:")],
-        "waits where it starts": [
-            ("async_op=True)\n", "async_op=True)\n        weight.work.wait()\n")
+        "another tensor each time": [
+            (
+                "untyped_storage().resize_(weight.nbytes)",
+                "data = weight.whole.data = torch.empty_like(weight.all_rows)",
+            )
         ],
     },
     "ShortFSDP": {
@@ -214,10 +217,12 @@ WRONG = {
         "the whole gradient stays": [("        weight.whole.grad = None\n", "")],
         "always two ranks": [("padded /= dist.get_world_size()", "padded /= 2")],
         "padding as it comes": [("grad.new_zeros(", "grad.new_empty(")],
-        "the youngest first": [("pop(0)", "pop()")],
+        "the whole gradient until the wait": [
+            ("        weight.whole.grad = None\n", ""),
+            ("work.wait()\n", "work.wait()\n            weight.whole.grad = None\n"),
+        ],
         "waits at once": [(", padded, work))", ", padded, work))\n        work.wait()")],
         "does not wait": [("            work.wait()\n", "")],
-        "in the dtype of computing": [("mine.to(weight.shard.dtype)", "mine")],
     },
     "MyFSDP": {
         "none ahead": [("here + 3", "here + 1")],

@@ -3,12 +3,10 @@
 import gc
 import time
 from functools import partial
-from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from cs336_systems.arguments import check_choice
 from cs336_systems.checks import ddp_checks as shared
@@ -31,25 +29,14 @@ _SIZES = {
     "down": (84, 12),
     "head": (12, 132),
 }
-_LAYER_OF = {prod(size): layer for layer, size in _SIZES.items()}
+_LAYER_OF = {rows * columns: layer for layer, (rows, columns) in _SIZES.items()}
 LAYERS = tuple(_SIZES)
 _DEPTH = len(LAYERS)
 # In which a step uses them, and the next one's forward.
 _PATH = LAYERS + LAYERS[::-1] + LAYERS
 # Of 61 rows ranks have no equal shares, so messages are padded.
 _UNEVEN = _SIZES | {"up": (12, 61), "wide": (61, 84)}
-_MOST = {
-    # Whole at once: the one in use, two ahead of it, and the one before, about to be freed.
-    "all_gather": (4, "weights have memory at once; allowed: the one in use and two ahead of it."),
-    # The one that has just been made, and one on its way.
-    "reduce_scatter": (
-        2,
-        "gradients have memory at once. Wait for all but the youngest before one more goes.",
-    ),
-}
 _LOW = torch.bfloat16
-# Right solutions needed 7 ms where six processes shared two cores.
-_PATIENCE_S = 0.3
 
 
 @checker_in_any_world
@@ -92,8 +79,34 @@ def _gathered(message):
     return _LAYER_OF.get(message.numel, "") if "gather" in message.collective else ""
 
 
+def _held(layers):
+    """Of these those as large as whose whole weights tensors are that were made since gc.freeze()."""
+    tensors = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
+    # Of views, too, it is the memory that counts.
+    storages = {
+        x.untyped_storage()._cdata: x.untyped_storage().nbytes() // x.itemsize for x in tensors
+    }
+    return [layer for layer in map(_LAYER_OF.get, storages.values()) if layer in layers]
+
+
+def _crowd(most, when, mend, layers=LAYERS):
+    """What is wrong if there are more than `most` when cycles and Gloo's threads have freed theirs."""
+    for _ in range(50):
+        held = _held(layers)
+        if len(held) <= most:
+            return []
+        gc.collect()
+        time.sleep(0.01)
+    return [f"{when} {', '.join(held)} still have whole tensors; allowed: {most}. {mend}"]
+
+
+def _on_result(hook, module, inputs, result):
+    """A forward hook: it is called when backward comes to the module."""
+    result.register_hook(hook)
+
+
 def _whole(wrapped):
-    return {name: x.detach().clone() for name, x in wrapped.gather_full_parameters().items()}
+    return {name: x.clone() for name, x in wrapped.gather_full_parameters().items()}
 
 
 def _shards(wrap):
@@ -115,9 +128,10 @@ def _shards(wrap):
             yield "'norm.weight' was sharded. Leave what is in no Linear or Embedding whole on every rank."
         if layer != "norm" and has > share:
             yield f"'{layer}.weight' still has {has} of {n} elements. A rank keeps its rows, {share}."
-    before = [(shard, shard.detach().clone()) for shard in wrapped.parameters()]
+    before = [(shard, shard.clone()) for shard in wrapped.parameters()]
+    gc.freeze()
     wrapped.gather_full_parameters()
-    wrapped.gather_full_parameters()
+    yield from _crowd(0, "after gather_full_parameters()", "Only return them.")
     for now, (shard, old) in zip(wrapped.parameters(), before, strict=True):
         if now is not shard or not torch.equal(now, old):
             yield "gather_full_parameters() changes what a rank keeps. Leave layers and shards as they are."
@@ -142,7 +156,7 @@ def _forward(wrap):
         for shard in wrapped.parameters():
             shard.mul_(2)
         outputs = wrapped(tokens)
-    wanted = functional_call(_Layers(0), _whole(wrapped), tokens)
+    wanted = torch.func.functional_call(_Layers(0), _whole(wrapped), tokens)
     if early:
         yield f"{early[0]!r} computes while its weight may be on its way. wait() for its all-gather before."
     if not close(outputs, wanted):
@@ -176,25 +190,32 @@ def _collect(wrap):
     store = open_store()
     for asking in range(dist.get_world_size()):
         wrapped = wrap(_Layers(0))
-        first, second = wrapped.weights[:2]
+        weights = wrapped.weights[:3]
+        first, second, third = weights
+        # As autograd keeps them.
+        kept = [weight.whole.detach() for weight in weights]
         is_asking = dist.get_rank() == asking
         mistake = ""
         with observed() as sent:
-            wrapped.collect([first, second] if is_asking else [first])
+            wrapped.collect(weights if is_asking else [first])
             asked = len(sent)
             if is_asking:
                 store.set(f"{asking}", "")
             elif not comes(store, f"{asking}"):
                 mistake = f"collect of rank {asking} waits for more than the first weight."
-            wrapped.collect([second, first])
-        sizes = [message.numel for message in sent]
-        if sizes != [first.whole.numel(), second.whole.numel()] or asked != 1 + is_asking:
+            wrapped.collect([second, first, third])
+            wrapped.collect([third])
+        if [x.numel for x in sent] != [x.numel() for x in kept] or asked != 1 + 2 * is_asking:
             mistake = "collect does not start one all-gather for each weight of its list, in order."
         if any(
             type(x) is Tensor and x is not first.all_rows and x.shape == first.shard.shape
             for x in vars(first).values()
         ):
             mistake = "collect keeps what was sent, when it has arrived. Drop it."
+        if not all(x.untyped_storage().nbytes() for x in kept):
+            mistake = (
+                "a gather fills a new tensor. Resize the storage of all_rows: autograd keeps that."
+            )
         yield mistake
     yield Property("collect asks for all, each once, and waits for the first alone")
 
@@ -206,8 +227,11 @@ def _backward(wrap):
         _uneven,
         _whole,
     )
+    wrapped = wrap(_Layers(0), compute_dtype=_LOW)
+    one_step(wrapped)
+    yield from shared.wrong_kinds(wrapped)
     yield Property(
-        "every .grad has its parameter's shape and dtype, and is the mean over the ranks"
+        "every .grad has its parameter's shape and dtype, with compute_dtype, too, and is the mean over ranks"
     )
 
     yield from shared.follow(
@@ -215,30 +239,13 @@ def _backward(wrap):
     )
 
 
-def _has_memory(reference):
-    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-    return storage is not None and storage.nbytes() > 0
-
-
 def _memory(wrap):
     if dist.get_world_size() == 1:
         return  # shares are whole
+    gc.freeze()
     wrapped = wrap(_Layers(0))
     mistakes = []
-    crowds = []
-    # Of whole weights, and of the whole gradients of this step.
-    seen = {name: [] for name in _MOST}
-    reductions = seen["reduce_scatter"]
-
-    def whole(collective, allowed=0):
-        """The layers; cycles and Gloo's threads may free some a few ms later, if nothing is wrong yet."""
-        until = time.monotonic() + (0 if mistakes or crowds else _PATIENCE_S)
-        while True:
-            alive = sorted({_LAYER_OF[x.numel] for x in seen[collective] if _has_memory(x.storage)})
-            if len(alive) <= allowed or time.monotonic() > until:
-                return alive
-            gc.collect()
-            time.sleep(0.01)
+    reductions = []
 
     def note(message):
         name = message.collective
@@ -247,29 +254,35 @@ def _memory(wrap):
             mistakes.append(
                 f"the whole gradient of {layer!r} went through {name}. Use reduce_scatter."
             )
-        if layer and name in seen:
-            if reductions and reductions[-1].waits:
-                mistakes.append(
-                    "backward waits for the gradient that left last. Wait when newer ones have left."
-                )
-            seen[name].append(message)
-            allowed, mend = _MOST[name]
-            held = len(whole(name, allowed))
-            if held > allowed:
-                crowds.append(f"{held} whole {mend}")
+        if layer and reductions and reductions[-1].waits:
+            mistakes.append(
+                "backward waits for the gradient that left last. Wait when newer ones have left."
+            )
+        if layer and name == "reduce_scatter":
+            reductions.append(message)
 
+    def look(*_):
+        """When the gradients of three layers have been made."""
+        mistakes.extend(
+            _crowd(
+                2,
+                "when three gradients are made,",
+                "Free weight and gradient, keep only what is sent, and before one goes wait for all but one.",
+                LAYERS[2:],
+            )
+        )
+
+    wrapped.module.up.register_forward_hook(partial(_on_result, look))
     with observed(note):
         for step in range(2):
             wrapped.zero_grad()
             loss = loss_of(wrapped, dist.get_rank(), step)
             # Backward begins with the last.
-            kept = whole("all_gather", allowed=1)
-            if len(kept) > 1:
-                mistakes.append(
-                    "after forward the whole weights of these layers still have memory: "
-                    f"{', '.join(kept)}. Autograd keeps them: free by untyped_storage().resize_(0), gather "
-                    "into the same tensor again."
-                )
+            mistakes += _crowd(
+                1,
+                "after forward",
+                "Autograd keeps a weight: free its untyped_storage().resize_(0), gather into it again.",
+            )
             loss.backward()
             if len(reductions) < _DEPTH - 2:
                 mistakes.append(
@@ -277,13 +290,8 @@ def _memory(wrap):
                 )
             wrapped.finish_gradient_synchronization()
             reductions.clear()
-            kept = ", ".join(whole("all_gather"))
-            if kept:
-                mistakes.append(
-                    f"after backward the whole weights of these layers still have memory: {kept}. "
-                    "Free each with its gradient."
-                )
-    yield from mistakes + crowds
+            mistakes += _crowd(0, "after backward", "Free each with its gradient.")
+            yield "".join(mistakes[:1])
     yield Property(
         "gradients are reduce-scattered; whole ones, and weights in both passes, are freed"
     )
@@ -339,15 +347,12 @@ def _second_step(wrap, store, first):
         if not is_first and not late and not comes(store, f"{first} {len(reached) + 1 + more}"):
             late.append(layer)
 
-    def on_result(hook, module, inputs, result):
-        result.register_hook(hook)
-
     for layer in LAYERS:
         module = wrapped.module.get_submodule(layer)
         for call in (enter, before_computing):
             hook = partial(call, layer)
             module.register_forward_pre_hook(hook, prepend=call is enter)
-            module.register_forward_hook(partial(on_result, hook), prepend=call is enter)
+            module.register_forward_hook(partial(_on_result, hook), prepend=call is enter)
     with observed(on_message):
         loss_of(wrapped, dist.get_rank()).backward()
         enter("")
@@ -371,15 +376,6 @@ def _prefetch(wrap):
     yield Property("the all-gathers are under way before they are needed, at most two layers ahead")
 
 
-def _precision(wrap):
-    wrapped = wrap(_Layers(0), compute_dtype=_LOW)
-    one_step(wrapped)
-    yield from shared.wrong_kinds(wrapped)
-    yield Property(
-        f"with compute_dtype={_LOW}, weights travel in it; shards and gradients stay float32"
-    )
-
-
 # In the order in which an FSDP is written.
 GROUPS = {
     "shards": _shards,
@@ -388,5 +384,4 @@ GROUPS = {
     "memory": _memory,
     "pace": _pace,
     "prefetch": _prefetch,
-    "precision": _precision,
 }

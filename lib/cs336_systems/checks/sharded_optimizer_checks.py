@@ -99,7 +99,7 @@ def _updates_all(make):
         yield f"step(closure) called the closure {len(calls)} times. Call it once, on every rank."
     if not all(calls):
         yield "step(closure) called the closure under no_grad. Call it under torch.enable_grad()."
-    if loss is None or float(loss) != 3:
+    if loss != 3:
         yield f"step(closure) returned {loss}, and the closure 3.0. Return the closure's loss."
     yield from pair.mistakes()
     yield Property("step(closure) runs the closure, once, before the update, and returns its loss")
@@ -170,7 +170,7 @@ class _Pair:
         """The same on every rank, as data parallelism leaves them."""
         generator = torch.Generator(torch.get_default_device()).manual_seed(self.steps)
         self.steps += 1
-        self.before = [x.detach().clone() for x in self.sharded]
+        self.before = [x.clone() for x in self.sharded]
         for one, other in zip(self.alone, self.sharded, strict=True):
             one.grad = torch.randn(one.shape, generator=generator)
             other.grad = one.grad.clone()
@@ -183,7 +183,7 @@ class _Pair:
         self.set_gradients(without)
         self.optimizer.step()
         self.candidate.step()
-        return [" ".join(filter(None, (when, mistake, mend))) for mistake in self.mistakes()]
+        return [f"{when} {mistake} {mend}".strip() for mistake in self.mistakes()]
 
     def add_others(self):
         """As a second group."""
