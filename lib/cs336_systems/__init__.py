@@ -1,5 +1,6 @@
 """The library behind the workbook: a Transformer, its attention kernels, and the tools that measure them."""
 
+import gc
 import os
 from importlib.util import find_spec
 
@@ -10,6 +11,8 @@ from cs336_systems import versions
 if message := versions.too_old(versions.installed()):
     raise ImportError(message)
 
+# What torch has brought stays: each collection would walk all of it, in every rank.
+gc.freeze()
 # Without a CUDA GPU, Triton kernels run in Triton's interpreter. Triton reads this when it is first imported
 # (torch.compile and the optimizers import it too), so it is decided here, before anything else can.
 if not torch.cuda.is_available():

@@ -108,8 +108,7 @@ def column_of(name: str | None) -> Column:
 
 def column_label(column: str) -> str:
     """A column's name for an axis or a header, with its unit: "peak_memory_mib" -> "peak memory (MiB)"."""
-    label = column_of(column).label
-    if label:
+    if label := column_of(column).label:
         return label
     name, _, unit = column.rpartition("_")
     if name and unit in UNITS:
@@ -123,8 +122,7 @@ def value_label(value: object, column: str | None = None) -> str:
         return vocabulary().labels.get(value, value)
     if pd.isna(value):
         return MISSING
-    text = column_of(column).text
-    if text:
+    if text := column_of(column).text:
         return text(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -164,8 +162,7 @@ def ordered(values: Iterable[Hashable], column: str | None = None) -> list:
     distinct = list(dict.fromkeys(values))
     if any(map(pd.isna, distinct)):
         raise ValueError(f"a row has no {column}; drop it, or fill it in")
-    family = family_of(distinct, column)
-    if family:
+    if family := family_of(distinct, column):
         order = [named.label for named in family.values()]
         places = {value: order.index(named.label) for value, named in family.items()}
         return sorted(distinct, key=lambda value: places.get(value, len(order)))

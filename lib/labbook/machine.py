@@ -32,7 +32,7 @@ _DTYPES = ("float32", "tf32", "bfloat16", "float16")
 
 def now() -> str:
     """The time, as cards and runs have it: "2026-11-25T21:00:00Z"."""
-    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class MachineCard:
         memory = self.gpu_memory_gib
         gpu = f"{self.gpu} ({memory:.0f} GiB, {self.sm_count} SMs)" if memory else "no GPU"
         rates = ", ".join(f"{dtype} {rate:.3g}" for dtype, rate in self.matmul_tflops.items())
-        host = f"{self.cpu} ({self.cores} cores, {self.memory_gib:.0f} GiB)"
         return (
-            f"{self.slug}: {gpu}, {host}, torch {self.torch}, triton {self.triton}; measured: "
-            f"matmul {rates} TFLOP/s, copy {float(f'{self.copy_gbps:.3g}'):,g} GB/s"
+            f"{self.slug}: {gpu}, {self.cpu} ({self.cores} cores, {self.memory_gib:.0f} GiB), torch "
+            f"{self.torch}, triton {self.triton}; measured: matmul {rates} TFLOP/s, copy "
+            f"{float(f'{self.copy_gbps:.3g}'):,g} GB/s"
         )
 
 

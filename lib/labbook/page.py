@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
 import pandas as pd
-from IPython import display
+import psutil
+from IPython import display, get_ipython
 
-from labbook import bench, code, evidence
+from labbook import bench, code, evidence, ranks
 from labbook.book.notebooks import check_parameters
 from labbook.compare import beside_published
 from labbook.files import figures_dir, write_atomically
-from labbook.labels import column_label, ordered, significant, with_derived
+from labbook.labels import column_label, significant, with_derived
 from labbook.machine import load_card, machine_card
 from labbook.project import project
 from labbook.release import provenance
@@ -22,6 +23,17 @@ from labbook.schema import schema
 from labbook.tables import row_lines, show
 
 _freeze_once = cache(gc.freeze)
+
+
+def _end_soon(_):
+    """Before a kernel ends: no last collection, which walks all of torch, no waiting for children.
+
+    It asks them by SIGTERM, which the resource tracker of multiprocessing does not heed.
+    """
+    gc.freeze()
+    for child in psutil.Process().children():
+        child.kill()
+        child.wait()
 
 
 class Page:
@@ -42,7 +54,12 @@ class Page:
         _freeze_once()
         self.slug = slug
         self.device = parameters.get("device", "auto")
-        self.card = machine_card(self.device, slug in project().several)
+        is_several = slug in project().several
+        if is_several:
+            ranks.preload()
+        if shell := get_ipython():
+            shell.observe(_end_soon, "exit_now")
+        self.card = machine_card(self.device, is_several)
         self.reference = parameters.get("reference") or project().reference or self.card.slug
         self.reference_card = load_card(self.reference)
         self._cells = parameters.get("In", [])  # IPython's; it grows with every cell
@@ -52,11 +69,7 @@ class Page:
         self._printed = set()
         self._print(self.card.line())
         line, changed = provenance(slug, {self.reference} | set(project().committed))
-        if changed:
-            folded = f"<details><summary>{line}</summary>{', '.join(changed)}</details>"
-            display.display({"text/plain": line, "text/html": folded}, raw=True)
-        else:
-            self._print(line)
+        self._print(f"{line}: {', '.join(changed)}".rstrip(": "))
 
     def reference_rows(
         self, table: str, slug: str | None = None, machine: str | None = None
@@ -77,16 +90,13 @@ class Page:
         """Show, folded, what reports measured beside the reference: theirs, ours, the ratio, their card.
 
         table: of `figures/published`, or rows of one with the columns of `rows`.
-        keys: what both agree in; a line for each of these that both have.
+        keys: what both agree in; a line for each of these that both have, in the order of the reports.
         rows: of the reference.
         """
         theirs = published(table) if isinstance(table, str) else table
-        caption = f"Beside public reports: {column_label(value)}, theirs over ours"
-        both = beside_published(theirs, rows, keys, value).sort_values(
-            keys,  # in one of them a value may be missing
-            key=lambda key: key.map(ordered(key.dropna(), key.name).index, na_action="ignore"),
-        )
+        both = beside_published(theirs, rows, keys, value)
         numbers = both[["theirs", "ours", "ratio"]].map(significant)
+        caption = f"Beside public reports: {column_label(value)}, theirs over ours"
         show(both.assign(**numbers), caption, folded=True)
 
     def save(self, rows: Iterable[Mapping], table: str) -> None:
@@ -114,8 +124,7 @@ class Page:
                 for other, more in row.pop("tables", {}).items():
                     self.save(more, other)
             self.save(rows, table)
-        left_out = sum(map(is_measured, cases))
-        if left_out:
+        if left_out := sum(map(is_measured, cases)):
             print(f"{left_out} of {len(cases)} cases are on record, measured by this code")
 
     def on_record(self, table: str) -> pd.DataFrame:

@@ -225,7 +225,6 @@ def stacked_bars(
 
     Rows of one bar are added up, whatever they are of: over ranges, kernels; pass one configuration a bar.
     """
-    bar = [facet, x] if facet else [x]
     colors = palette(frame[part], part)
     groups = ordered(frame[x], x)
     chart, panels = sheet(frame, facet)
@@ -250,7 +249,7 @@ def stacked_bars(
     if share:
         panels[0][0].yaxis.set_major_formatter("{x:.0f} %")
     ylabel = "share of time" if share else column_label(y)
-    sums = frame.pivot_table(y, bar, part, "sum")
+    sums = frame.pivot_table(y, [facet, x] if facet else [x], part, "sum")
     shares = sums.div(sums.sum(axis=1), axis=0).max()
     return Drawing(chart, _legend(_visible(colors, shares), part), column_label(x), ylabel)
 
@@ -294,12 +293,17 @@ def spans(
             axes.axhspan(place - 0.4, place + 0.4, color=ZONE, zorder=0.5)
         # In the order of the colours: what is exposed lies over what was hidden.
         for (_, place, half, named), boxes in rows.groupby(["_shade", "_place", "_half", "_named"]):
-            where = boxes[["start_ms", "_length"]].to_numpy()
             lower = place - 0.4 + 0.4 * half
             shade = colors[boxes[color].iloc[0]]
             edge = {"edgecolor": PAPER if named else shade, "lw": 0.6 if half or named else 0}
             height = 0.8 / len(sides)
-            axes.broken_barh(where, (lower, height), facecolor=shade, zorder=2, **edge)
+            axes.broken_barh(
+                boxes[["start_ms", "_length"]].to_numpy(),
+                (lower, height),
+                facecolor=shade,
+                zorder=2,
+                **edge,
+            )
     chart.draw_without_rendering()  # only now it is known how much room there is
     for axes, rows in panels:
         for row in rows[rows["_named"]].to_dict("records"):

@@ -1,7 +1,10 @@
 """The clock of what several ranks do together: they start together, and the slowest counts."""
 
 import math
+import sys
 from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import forkserver
 from typing import Protocol
 
 import torch
@@ -9,12 +12,27 @@ import torch.distributed as dist
 
 from labbook.timing import MIB, Timing, clock_ms
 
+# Nobody edits these. Optimizers and what torch calls deterministic want the last but one, with Triton.
+_PRELOADED = ["torch.distributed.fsdp", "pandas", "einops", "cloudpickle"]
+_PRELOADED += ["torch._dynamo", "triton.experimental.gluon.nvidia.hopper"]
+
 
 class Context(Protocol):
     """What a launcher hands to each rank."""
 
     world_size: int
     device: torch.device
+
+
+def preload() -> None:
+    """Start the server that ranks are forked from: it imports what they do while the caller goes on.
+
+    The environment of now decides whether Triton's kernels are interpreted. With a GPU ranks are no forks.
+    """
+    if sys.platform == "linux" and not torch.cuda.is_available():
+        forkserver.set_forkserver_preload(_PRELOADED)
+        with suppress(OSError):  # the folder of temporary files has a long name
+            forkserver.ensure_running()
 
 
 def time_together(

@@ -137,8 +137,14 @@ def git_commit(repository: Path) -> str:
 
 
 def _git(repository, *arguments):
-    command = ("git", "-C", str(repository)) + arguments
     # A git hook names its own repository there.
     environment = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
-    options = {"capture_output": True, "text": True, "check": True, "timeout": 10}
-    return subprocess.run(command, env=environment, **options).stdout.strip()
+    done = subprocess.run(
+        ("git", "-C", str(repository)) + arguments,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=10,
+    )
+    return done.stdout.strip()

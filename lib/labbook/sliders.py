@@ -48,8 +48,9 @@ class Sliders:
 
     def html(self) -> str:
         """The script, and the numbers that it shows, to four digits."""
-        exact = json.dumps(self.figure)
-        rounded = json.loads(exact, parse_float=lambda text: float(f"{float(text):.4g}"))
+        rounded = json.loads(
+            json.dumps(self.figure), parse_float=lambda text: float(f"{float(text):.4g}")
+        )
         data = json.dumps(rounded, ensure_ascii=False, separators=(",", ":"))
         data = data.replace("</", "<\\/")  # it must not end the script
         script = _SCRIPT.read_text(encoding="utf-8").strip()

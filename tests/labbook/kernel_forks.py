@@ -35,7 +35,7 @@ def _run(key, target, *args):
     """In the process: its children come from the same server."""
     server = forkserver._forkserver
     server._forkserver_authkey = key
-    server.ensure_running = lambda: None
+    forkserver.ensure_running = server.ensure_running = lambda: None
     target(*args)
 
 
@@ -55,9 +55,8 @@ def run_kernel(command, cwd, env):
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
-        os.dup2(nowhere, descriptor)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     import matplotlib
     from ipykernel.kernelapp import launch_new_instance
 

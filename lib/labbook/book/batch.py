@@ -59,8 +59,7 @@ class Job:
         short = [
             str(value) for value in self.parameters.values() if isinstance(value, str | int | float)
         ]
-        text = json.dumps(self.parameters, sort_keys=True)
-        digest = hashlib.sha256(text.encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps(self.parameters, sort_keys=True).encode()).hexdigest()
         words = [self.notebook.stem] + short[:4] + [digest[:6]]
         return "-".join(re.sub(r"[^\w.-]+", "_", word) for word in words)
 
@@ -127,9 +126,9 @@ def _entries(profile, profiles):
                 for point in grid(**entry.get("grid", {})):  # one empty point without a grid
                     yield name, entry.get("parameters", {}) | point
             case _:
-                allowed = "notebook with parameters (a value each) and grid (a list each)"
                 raise BatchError(
-                    f"batch.yaml, {profile}: {entry!r}; allowed: {allowed}, or profile"
+                    f"batch.yaml, {profile}: {entry!r}; allowed: notebook with parameters (a value each) and "
+                    "grid (a list each), or profile"
                 )
 
 

@@ -119,7 +119,7 @@ def map_table(entries: dict[str, Entry]) -> str:
     lines = ["| notebook | edition | question | read before | minutes |", "|:--|:--|:--|:--|--:|"]
     for name, entry in entries.items():
         if chapter := chapters.get(int(name[:2])):
-            lines.append(f"| **{chapter}** |" + " |" * 4)
+            lines.append(f"| **{chapter}** | | | | |")
         before = [links[number] for number in entry.read_before if number in links]
         cells = [
             f"[{entry.title}]({name}.ipynb)",

@@ -62,8 +62,8 @@ def _submit(job, output, gpu, name, command):
         options.append(f"--gpus-per-node={_gpus(job)}")
     make_folder(log.parent)
     with open(log, "a") as file:
-        words = ["sbatch"] + options + [f"--wrap=exec {shlex.join(command)}"]
-        return subprocess.Popen(words, stdout=file, stderr=file)
+        words = ["sbatch", f"--wrap=exec {shlex.join(command)}"]
+        return subprocess.Popen(words + options, stdout=file, stderr=file)
 
 
 def _gpus(job):

@@ -47,8 +47,7 @@ def profile_cases(
     """
     runnable = []
     for case in cases:
-        reason = skip(case)
-        if reason:
+        if reason := skip(case):
             yield _failed(case, source, "skipped", reason)
         else:
             runnable.append(case)

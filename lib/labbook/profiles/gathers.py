@@ -37,15 +37,16 @@ def gather_times(
         messages = messages.assign(unit=units_of(len(messages), list(names)))
         for name, calls in messages.groupby("unit", sort=False):
             needed_ns = could_begin(computed.launch_ns, computed.end_ns, reached[f"needs {name}"])
-            row = {
-                "pass": pass_,
-                "unit": name,
-                "calls": len(calls),
-                "start_ms": calls.start_ms.min(),
-                "end_ms": calls.end_ms.max(),
-                "needed_ms": (needed_ns - marks[STEP]) * MS,
-            }
-            rows.append(row)
+            rows.append(
+                {
+                    "pass": pass_,
+                    "unit": name,
+                    "calls": len(calls),
+                    "start_ms": calls.start_ms.min(),
+                    "end_ms": calls.end_ms.max(),
+                    "needed_ms": (needed_ns - marks[STEP]) * MS,
+                }
+            )
     return pd.DataFrame(rows)
 
 

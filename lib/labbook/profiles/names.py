@@ -43,8 +43,8 @@ def short_name(name: str) -> str:
     becomes vectorized_elementwise[mul].
     """
     plain = re.sub(r"\(anonymous namespace\)::|<unnamed>::|^void ", "", name)
-    short = re.match(r"Mem\w+( \w+)?|aten::.*", plain)  # Memcpy HtoD (Pageable -> Device)
-    if short:
+    # Memcpy HtoD (Pageable -> Device)
+    if short := re.match(r"Mem\w+( \w+)?|aten::.*", plain):
         return short[0]
     cutlass = re.search(r"cutlass::Kernel2?<\s*(?:\w+::)*(\w+)", plain)
     base = cutlass[1] if cutlass else re.match(r"[^<(]*", plain)[0].split("::")[-1].strip() or plain

@@ -38,8 +38,12 @@ def record_report(command: list[str], stem: Path) -> Path:
         raise ProfileError(f"{reason}, or take torch.profiler as the source")
     export = stem.with_suffix(".sqlite")
     # Whatever the exit code: files tell whether it worked, and a program that failed has a report, too.
-    words = _PROFILE.split() + [f"--output={stem}"] + command
-    done = subprocess.run(words, capture_output=True, text=True, errors="replace")
+    done = subprocess.run(
+        _PROFILE.split() + [f"--output={stem}"] + command,
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
     log = done.stdout + done.stderr
     if not export.exists() or "Traceback (most recent call last)" in log:
         raise ProfileError(f"{command} failed under nsys: {' '.join(log.split())[-400:]}")
@@ -82,16 +86,20 @@ def read_export(path: Path) -> Profile:
         with closing(sqlite3.connect(address, uri=True)) as export:
             events = _events(export, path.name)
     except (sqlite3.DatabaseError, pd.errors.DatabaseError) as error:
-        kind = "damaged or no SQLite export of Nsight Systems 2021.2 or newer"
-        raise ProfileError(f"{path.name} is {kind} ({error}); export the report again") from None
+        raise ProfileError(
+            f"{path.name} is damaged or no SQLite export of Nsight Systems 2021.2 or newer ({error}); "
+            "export the report again"
+        ) from None
     return Profile(complete(events, path.name))
 
 
 def _events(export, source):
     names = {name for (name,) in export.execute("SELECT name FROM sqlite_master")}
     if "CUPTI_ACTIVITY_KIND_RUNTIME" not in names:
-        remedy = "record with --trace=cuda,nvtx, and export all tables"
-        raise ProfileError(f"{source} has no calls of the CUDA API, which launch kernels; {remedy}")
+        raise ProfileError(
+            f"{source} has no calls of the CUDA API, which launch kernels; record with --trace=cuda,nvtx, "
+            "and export all tables"
+        )
     selects = [
         _EVENTS.format(table, kind, name, *columns)
         for table, (kind, name, columns) in _TABLES.items()

@@ -50,8 +50,10 @@ class Profile:
         if ran.kind.isin(["memcpy", "memset"]).all():
             raise ProfileError("the profile has no kernel in it; did it capture any computing?")
         if self.ranges.empty:
-            remedy = "run the code under nvtx.recording(), and nsys with --trace=cuda,nvtx"
-            raise ProfileError(f"the profile has no ranges in it; {remedy}")
+            raise ProfileError(
+                "the profile has no ranges in it; run the code under nvtx.recording(), and nsys with "
+                "--trace=cuda,nvtx"
+            )
         kernels = _with_launches(ran, self.calls)
         self.ranges["range"], kernels["range"] = range_paths(self.ranges, kernels)
         classes = kernels.name.map(kernel_class)
@@ -106,9 +108,9 @@ def range_paths(ranges: pd.DataFrame, launches: pd.DataFrame) -> tuple[pd.Series
     starts = spans.assign(at=spans.start_ns, kind=1)
     moments = launches[["process"]].assign(at=launches.launch_ns, kind=2)
     # At equal times: a range that ends, those that begin, the longest first, and what is launched.
-    order = ["at", "kind", "end_ns"]
-    events = pd.concat([ends, starts, moments])
-    events = events.sort_values(order, ascending=[True, True, False], kind="stable")
+    events = pd.concat([ends, starts, moments]).sort_values(
+        ["at", "kind", "end_ns"], ascending=[True, True, False], kind="stable"
+    )
     open_ranges = defaultdict(dict)  # of each process, by index, in the order of their starts
     paths = []
     for event in events.itertuples():
@@ -116,17 +118,12 @@ def range_paths(ranges: pd.DataFrame, launches: pd.DataFrame) -> tuple[pd.Series
         if event.kind == 0:
             del open_here[event.Index]
         elif event.kind == 1:
-            open_here[event.Index] = _part(event.name)
+            open_here[event.Index] = event.name.replace("/", ":")  # one part of a path
         paths.append("/".join(open_here.values()))
     events["path"] = paths
     at_start = events.path[events.kind == 1]
     at_launch = events.path[events.kind == 2]
     return at_start.reindex(ranges.index), at_launch.reindex(launches.index)
-
-
-def _part(name):
-    """A range's name as one part of a path, whose parts "/" separates: forward:attention."""
-    return name.replace("/", ":")
 
 
 def covered(spans: pd.DataFrame, gap_ms: float = 0.0) -> pd.DataFrame:
@@ -180,13 +177,14 @@ def range_table(profile: Profile) -> pd.DataFrame:
     rows = []
     for opened in ranges[ranges.range.str.count("/") <= 1].itertuples():
         own = _since(kernels, opened, "launch_ns")
-        row = {
-            "range": opened.range,
-            "host_ms": (opened.end_ns - opened.start_ns) * MS,
-            "device_busy_ms": covered(own).eval("end_ms - start_ms").sum(),
-            "calls": len(own),
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "range": opened.range,
+                "host_ms": (opened.end_ns - opened.start_ns) * MS,
+                "device_busy_ms": covered(own).eval("end_ms - start_ms").sum(),
+                "calls": len(own),
+            }
+        )
     return pd.DataFrame(rows).groupby("range", sort=False).mean().reset_index()
 
 
@@ -227,7 +225,7 @@ def _inside(profile, root):
 
 
 def _below(frame, root):
-    below = rf"(?:^|/)({re.escape(_part(root))}(?:/.*)?)$"
+    below = rf"(?:^|/)({re.escape(root.replace('/', ':'))}(?:/.*)?)$"
     paths = frame.range.str.extract(below)[0]
     return frame.assign(range=paths).dropna(subset="range")
 

@@ -114,9 +114,9 @@ def read_trace(path: Path) -> Profile:
     if events.kind.isin(_ON_GPU).any():
         return Profile(events[~events.kind.isin(["pytorch's", "operator"])])
     if (events.kind == "call").any():
-        remedy = "end other profilers, or allow this user to read GPU performance counters"
         raise ProfileError(
-            f"{path.name} has calls and no kernels: CUPTI could not record; {remedy}"
+            f"{path.name} has calls and no kernels: CUPTI could not record; end other profilers, or "
+            "allow this user to read GPU performance counters"
         )
     operators = events[events.kind == "operator"]
     own_ns = _own_ns(operators)
@@ -133,9 +133,10 @@ def _own_ns(operators):
     One of the caller's own name (it dispatches to itself) is no call: it is left out, its time the caller's.
     Nor is what a TorchDispatchMode takes: what that runs, if it runs anything, is inside.
     """
-    order = ["thread", "start_ns", "end_ns"]
     # An operator stands before those that it calls.
-    nested = operators.sort_values(order, ascending=[True, True, False], kind="stable")
+    nested = operators.sort_values(
+        ["thread", "start_ns", "end_ns"], ascending=[True, True, False], kind="stable"
+    )
     own_ns = (nested.end_ns - nested.start_ns).to_dict()
     open_operators = []
     no_calls = set()

@@ -51,8 +51,7 @@ def command(*arguments) -> int:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "planned"),
-    [(0, "42 s  11_one"), (1, "? s  12_two"), (2, "0 s"), (6, "42 s  11_one")],
+    ("gpus", "planned"), [(0, "42 s  11_one"), (1, "? s  12_two"), (2, "0 s"), (6, "42 s  11_one")]
 )
 def test_the_profile_is_what_the_machine_has_and_its_time_that_of_the_last_run(
     folder, monkeypatch, capsys, gpus, planned
