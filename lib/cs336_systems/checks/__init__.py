@@ -7,7 +7,6 @@ from cs336_systems.checks.attention_checks import (
     check_attention,
     check_logsumexp,
 )
-from cs336_systems.checks.bounds import nan_where_masked
 from cs336_systems.checks.ddp_checks import check_ddp
 from cs336_systems.checks.exercise import autocast_seen, formula, step, waits
 from cs336_systems.checks.fsdp_checks import check_fsdp

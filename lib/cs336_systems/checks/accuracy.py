@@ -3,7 +3,7 @@
 PyTorch's operations get the same tensors in the same dtype, so there is no tolerance to choose.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -133,6 +133,7 @@ def compare(
         yield {"tensor": name, "error": error, "torch_error": torch_error, "ratio": ratio}
 
 
+_NOT_FINITE = ". It is not finite: is what a mask leaves out 0 in the sums?"
 # Odd sizes, a row, a column, and several leading dimensions.
 _SHAPES = ((64, 128), (37, 100), (1, 1500), (300, 1), (2, 3, 5, 33), (7,))
 
@@ -140,14 +141,12 @@ _SHAPES = ((64, 128), (37, 100), (1, 1500), (300, 1), (2, 3, 5, 33), (7,))
 def check_weighted_sum(
     weighted_sum: Callable,
     *,
-    shapes: Iterable[tuple[int, ...]] = _SHAPES,
     dtype: torch.dtype = torch.float32,
     device: Device | None = None,
 ) -> pd.DataFrame:
     """Compare weighted_sum(x, w) of x (..., d) and w (d,), which returns (...), with float64.
 
     Args:
-        shapes: of x.
         device: None for the GPU when there is one.
 
     Returns:
@@ -160,19 +159,17 @@ def check_weighted_sum(
     random = partial(torch.randn, generator=generator, device=generator.device, dtype=dtype)
     reference = Reference(lambda x, w: (x * w).sum(-1), by_magnitude=True)
     lines = []
-    for shape in shapes:
+    for shape in _SHAPES:
         inputs = {
             "x": random(shape, requires_grad=True),
             "w": random(shape[-1:], requires_grad=True),
         }
         trial = Trial(inputs, random(shape[:-1]), where=f"x {shape}")
-        compared = compare(weighted_sum, trial, reference, diagnose=_diagnose)
+        compared = compare(
+            weighted_sum,
+            trial,
+            reference,
+            diagnose=lambda _, error: "" if error < torch.inf else _NOT_FINITE,
+        )
         lines += [{"shape": str(shape)} | line for line in compared]
     return pd.DataFrame(lines)
-
-
-def _diagnose(result, error):
-    """The usual reason for a sum that is no number."""
-    return (
-        "" if error < torch.inf else ". It is not finite: is what a mask leaves out 0 in the sums?"
-    )

@@ -21,9 +21,7 @@ from torch.utils._pytree import tree_leaves
 # Native functions, what they do, and which of their arguments are the addresses and the mask.
 _ACCESSES = {"load": ("loads", 0, 1), "store": ("stores", 0, 2), "atomic_rmw": ("adds", 1, 3)}
 
-# While it lasts, the interpreter fills with NaN what a load of floats masks without an `other`: on a GPU that
-# is whatever a register held.
-nan_where_masked = patch("numpy.zeros_like", partial(np.full_like, fill_value=np.nan))
+_nan_for_zeros = patch("numpy.zeros_like", partial(np.full_like, fill_value=np.nan))
 
 
 @contextlib.contextmanager
@@ -77,6 +75,9 @@ def inside_tensors() -> Iterator[Counter]:
         try:
             native = interpreter._interpreter
             builder = interpreter.InterpreterBuilder
+            # What is masked without an `other` is on a GPU whatever a register held.
+            nan_where_masked = _nan_for_zeros(builder.create_masked_load)
+            load = np.errstate(invalid="ignore")(nan_where_masked)
             divide_of_triton = builder.create_fdiv
             dot_of_triton = builder.create_dot
             to_host_of_triton = interpreter.GridExecutor._init_args_hst
@@ -88,7 +89,9 @@ def inside_tensors() -> Iterator[Counter]:
             pass
         else:
             patches.enter_context(patch.multiple(native, **accesses))
-            patches.enter_context(patch.multiple(builder, create_dot=dot, create_fdiv=divide))
+            patches.enter_context(
+                patch.multiple(builder, create_dot=dot, create_fdiv=divide, create_masked_load=load)
+            )
             patches.enter_context(patch.object(interpreter.GridExecutor, "_init_args_hst", to_host))
         yield work
 

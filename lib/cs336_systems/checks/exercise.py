@@ -88,16 +88,15 @@ class StepCheck:
         if isinstance(result, int | float):
             result = torch.tensor(result, dtype=wanted.dtype)
         assert_tensor(property, result, wanted)
-        finite = result.isfinite().all() or not wanted.isfinite().all()
-        hint = f"; {diagnosis}" if diagnosis else ""
-        assert finite, f"{property}: it has NaN or infinities{hint}"
+        assert result.isfinite().all() or not wanted.isfinite().all(), (
+            f"{property}: it has NaN or infinities{'; ' * bool(diagnosis)}{diagnosis}"
+        )
         self(property, torch.allclose(result, wanted, **tolerance), diagnosis)
 
     def equal(self, property: str, result, wanted, diagnosis: str = "") -> None:
         """Show whether what was returned is what was wanted, and if not, what it was. None is an error."""
         assert result is not None, f"{property}: {_NOTHING}"
-        hint = f"; {diagnosis}" if diagnosis else ""
-        self(property, result == wanted, f"{result!r:.80}{hint}")
+        self(property, result == wanted, f"{result!r:.80}{'; ' * bool(diagnosis)}{diagnosis}")
 
     def anywhere(self, property: str, function: Callable, *inputs) -> None:
         """Show whether a function runs on any device without waiting for it, see `waits`."""

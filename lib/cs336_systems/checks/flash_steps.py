@@ -196,10 +196,9 @@ def check_gradients(check: StepCheck, gradients: JITFunction, device: Device) ->
         ds = torch.full_like(q, torch.nan)
         _gradients_kernel[1,](tiles, seen.float(), lse, delta, p, ds, 0.3, gradients)
 
-        is_p = torch.allclose(p[seen], weights[seen], 1e-3, 1e-5)
         check(
             f"P = exp(S - L), from {dtype}",
-            is_p,
+            torch.allclose(p[seen], weights[seen], 1e-3, 1e-5),
             "is s scaled, after tl.dot; log2(e) in exp2; ieee?",
         )
         check("hidden scores have none", not p[~seen].any(), "is a hidden score -inf before exp2?")

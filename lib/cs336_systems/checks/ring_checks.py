@@ -12,7 +12,6 @@ from torch import Tensor
 
 from cs336_systems.checks.exercise import StepCheck, assert_tensor
 
-_MOST_MESSAGES = 10_000  # of a rank
 _TWICE = (
     "something is added twice: is what is passed on the tensor that arrived, not the sum so far?"
 )
@@ -30,8 +29,9 @@ def run_ring(
     """
     n = len(tensors)
     ranks = [all_reduce(tensor, rank, n) for rank, tensor in enumerate(tensors)]
-    silent = "it returned before it sent anything: `arrived = yield tensor` sends a tensor"
-    assert isinstance(ranks[0], Generator), silent
+    assert isinstance(ranks[0], Generator), (
+        "it returned before it sent anything: `arrived = yield tensor` sends a tensor"
+    )
     results = []
     sent = [[] for _ in ranks]
     arriving = [None] * n
@@ -43,13 +43,13 @@ def run_ring(
             except StopIteration as end:
                 results.append(end.value)
                 continue
-            is_tensor = isinstance(message, Tensor)
-            assert is_tensor, f"{message!r:.80} is sent; wanted: `yield` with a tensor"
+            assert isinstance(message, Tensor), (
+                f"{message!r:.80} is sent; wanted: `yield` with a tensor"
+            )
             log.append(message.clone())  # a copy, as a wire makes
             leaving.append(log[-1])
-        some = f"{len(results)} of {n} ranks are done while the others still send"
-        assert not (results and leaving), some
-        assert len(sent[0]) < _MOST_MESSAGES, "messages go on and on: does a loop never end?"
+        assert not (results and leaving), f"{len(results)} of {n} ranks are done, others still send"
+        assert len(sent[0]) < 10_000, "messages go on and on: does a loop never end?"
         arriving = leaving[-1:] + leaving[:-1]
     return results, sent
 
@@ -60,8 +60,11 @@ def check_ring(check: StepCheck, all_reduce: Ring, tensors_sent: Callable[[int],
         sent = _check_sums(check, all_reduce, torch.arange(24.0), f"{n} ranks", n)
         bytes_sent = {sum(message.nbytes for message in log) for log in sent}
         wanted = round(tensors_sent(n) * 24 * 4)  # of float32
-        told = f"they send {sorted(bytes_sent)}"
-        check(f"{n} ranks: each sends {wanted} bytes", bytes_sent == {wanted}, told)
+        check(
+            f"{n} ranks: each sends {wanted} bytes",
+            bytes_sent == {wanted},
+            f"they send {sorted(bytes_sent)}",
+        )
     # Not every part of 25 numbers is equally long.
     for n in (2, 4):
         _check_sums(check, all_reduce, torch.arange(25.0), f"{n} ranks, 25 numbers", n)
@@ -76,8 +79,14 @@ def _check_sums(check, all_reduce, numbers, case, n):
     results, sent = run_ring(all_reduce, tensors)
     for result in results:
         assert_tensor(f"{case}: the sum", result, total)
-    reason = _TWICE if (results[0] > total).any() else _MISSING
-    check(f"{case}: all end with the sum", all(map(total.equal, results)), reason)
-    unchanged = all(map(torch.equal, tensors, before))
-    check(f"{case}: what they were given is unchanged", unchanged, "clone it")
+    check(
+        f"{case}: all end with the sum",
+        all(map(total.equal, results)),
+        _TWICE if (results[0] > total).any() else _MISSING,
+    )
+    check(
+        f"{case}: what they were given is unchanged",
+        all(map(torch.equal, tensors, before)),
+        "clone it",
+    )
     return sent

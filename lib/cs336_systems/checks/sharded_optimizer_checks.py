@@ -13,7 +13,6 @@ from cs336_systems.checks.on_ranks import (
     unlike,
 )
 
-_SETTINGS = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1}
 # They alternate: assigned in turn, all large ones would fall to one rank.
 _SHAPES = 4 * ((16, 16), (16,))
 
@@ -30,6 +29,7 @@ def check_sharded_optimizer(make, *, only_states=False):
     if not only_states:
         yield from _updates_all(make)
         yield from _has_groups(make)
+        yield from _runs_closures(make)
 
 
 def _shares_states(make, only_states):
@@ -85,25 +85,6 @@ def _updates_all(make):
         yield from mistakes
     yield Property("A parameter without a gradient is left alone: no decay, and still no gradient")
 
-    pair = _Pair(make)
-    calls = []
-
-    def closure():
-        calls.append(torch.is_grad_enabled())
-        pair.set_gradients()
-        return torch.tensor(3.0)
-
-    loss = pair.candidate.step(closure)
-    pair.optimizer.step()
-    if len(calls) != 1:
-        yield f"step(closure) called the closure {len(calls)} times. Call it once, on every rank."
-    if not all(calls):
-        yield "step(closure) called the closure under no_grad. Call it under torch.enable_grad()."
-    if loss != 3:
-        yield f"step(closure) returned {loss}, and the closure 3.0. Return the closure's loss."
-    yield from pair.mistakes()
-    yield Property("step(closure) runs the closure, once, before the update, and returns its loss")
-
 
 def _has_groups(make):
 
@@ -137,6 +118,30 @@ def _has_groups(make):
     )
 
 
+def _runs_closures(make):
+    pair = _Pair(make)
+    calls = []
+
+    def closure():
+        calls.append(torch.is_grad_enabled())
+        pair.set_gradients()
+        return torch.tensor(3.0)
+
+    for optimizer in (pair.optimizer, pair.candidate):
+        optimizer.param_groups[0]["lr"] = 0.2
+    loss = pair.candidate.step(closure)
+    pair.optimizer.step()
+    if len(calls) != 1:
+        yield f"step(closure) called the closure {len(calls)} times. Call it once, on every rank."
+    if not all(calls):
+        yield "step(closure) called the closure under no_grad. Call it under torch.enable_grad()."
+    if loss != 3:
+        yield f"step(closure) returned {loss}, and the closure 3.0. Return the closure's loss."
+    for mistake in pair.mistakes():
+        yield f"step(closure), with another lr: {mistake} Run it first; copy settings there, too."
+    yield Property("step(closure) runs the closure, once, before the update, and returns its loss")
+
+
 def _first(params):
     """Of two: were all dealt anew later, the small one would get another owner."""
     return [{"params": params[1:3], "weight_decay": 0.5}]
@@ -150,7 +155,7 @@ class _Pair:
 
     def __init__(self, make, kind=AdamW, groups=list, **settings):
         torch.manual_seed(0)
-        settings = settings or _SETTINGS
+        settings = settings or {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1}
         self.before = list(map(torch.randn, _SHAPES))
         self.names = [f"parameter {n} of 8, of shape {shape}," for n, shape in enumerate(_SHAPES)]
         self.alone = [nn.Parameter(x.clone()) for x in self.before]
@@ -212,12 +217,12 @@ class _Pair:
         """By the bytes of states: an optimizer inside may keep them of slices of all parameters."""
         shares = [sum(sizes) for sizes in from_all(_state_bytes(self.inside))]
         sizes = _state_bytes([self.optimizer])
-        kept = f"the ranks keep {sum(shares)} bytes of states, one optimizer {sum(sizes)}"
-        if abs(sum(shares) / sum(sizes) - 1) > 0.01:
-            yield f"{kept}. Give the one inside what it owns, all of it."
+        whole = sum(sizes)
+        if abs(sum(shares) / whole - 1) > 0.01:
+            yield f"the ranks keep {sum(shares)} bytes of states, one optimizer {whole}. Keep what it owns."
         most = max(shares)
-        if most > sum(sizes) / len(shares) + max(sizes):
-            yield f"rank {shares.index(most)} keeps {most / sum(sizes):.0%} of the states. Assign by bytes."
+        if most > whole / len(shares) + max(sizes):
+            yield f"rank {shares.index(most)} keeps {most / whole:.0%} of the states. Assign by bytes."
 
 
 def _state_bytes(optimizers):
