@@ -68,11 +68,11 @@ def tile_product(a_ptr, b_ptr, rows, columns, inner, m, n, k):
 @triton.jit
 def tile_product(a_ptr, b_ptr, rows, columns, inner, m, n, k):
     down = inner[:, None]
-    b_places = b_ptr + columns[None, :] * k + down
-    b = tl.load(b_places, mask=(columns[None, :] < n) & (down < k), other=0.0)
+    b_places = b_ptr + columns * k + down
+    b = tl.load(b_places, mask=(columns < n) & (down < k), other=0.0)
     a_places = a_ptr + rows[:, None] * k + inner
     a = tl.load(a_places, mask=(rows[:, None] < m) & (inner < k), other=0.0)
-    return tl.dot(a, b, input_precision="ieee", out_dtype=tl.float32)
+    return tl.dot(a, b, input_precision="ieee" if a.dtype == tl.float32 else "tf32")
 """,
     ],
     "visit_keys": [
