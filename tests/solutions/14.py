@@ -105,8 +105,8 @@ WRONG = {
         "centred before": [("x.to(dtype)", "(x - x.mean(-1, keepdim=True)).to(dtype)")],
         "squares in float32": [("mean(centred * centred)", "mean(centred.float() ** 2).to(dtype)")],
         "first mean by torch": [("mean(x)", "x.mean(-1, keepdim=True)")],
-        "second mean by torch": [
-            ("mean(centred * centred)", "(centred * centred).mean(-1, keepdim=True)")
+        "root in float32": [
+            ("torch.sqrt(variance + eps)", "torch.sqrt(variance.float() + eps).to(dtype)")
         ],
         "variance as a difference of means": [
             ("mean(centred * centred)", "mean(x * x) - mean(x) ** 2")

@@ -139,7 +139,7 @@ WRONG = {
         ],
         "on after the run": [("        run()\n", ""), ("    try:", "    run()\n    try:")],
         "no stacks": [('stacks="python"', "context=None")],
-        "other stacks, too": [('stacks="python"', "")],
+        "one event": [('"python"', '"python", max_entries=1')],
     },
     "peak_of_trace": {
         "free_completed": [("free_requested", "free_completed")],

@@ -78,7 +78,7 @@ WRONG = {
     "union": {
         "a span inside another shortens it": [("max(last, end)", "end")],
         "whole milliseconds": [("sorted(spans)", "sorted((int(a), int(b)) for a, b in spans)")],
-        "in the given order": [("sorted(spans)", "spans")],
+        "compares with the last given": [("merged[-1][1]", "spans[-1][1]")],
         "sorted by the end": [("sorted(spans)", "sorted(spans, key=lambda span: span[1])")],
         "spans that touch stay apart": [("start > ", "start >= ")],
         "compares starts": [("merged[-1][1]", "merged[-1][0]")],

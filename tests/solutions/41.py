@@ -189,7 +189,9 @@ WRONG = {
         ],
         "sends all twice": [("in self.owners.items()", "in [*self.owners.items()] * 2")],
         "every rank updates all": [('if name != "params"', "if True")],
-        "all from rank 0": [("src=owner", "src=0")],
+        "settings without a closure only": [
+            ("groups, strict=True)", "groups if closure is None else ())")
+        ],
         "sends before the update": [
             ("        self.inside.step()\n", ""),
             ("        return loss", "        self.inside.step()\n        return loss"),

@@ -61,7 +61,7 @@ WRONG = {
     "held": {
         "all is shared": [(" if name in sharded else 1", "")],
         "what is not in sharded is shared": [("name in sharded", "name not in sharded")],
-        "only the state can be": [("name in sharded", '"state" in name and name in sharded')],
+        "all with gradients": [("name in sharded", "{name, 'gradients'} & {*sharded}")],
         "always two ranks": [("1 / ranks", "1 / 2")],
         "under another name": [('("optimizer state", 2)', '("moments", 2)')],
     },
