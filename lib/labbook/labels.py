@@ -72,9 +72,9 @@ class Vocabulary:
         for name in columns.split():
             self.families.setdefault(name, []).append(named)
 
-    def column(self, name: str, *said, **more) -> None:
+    def column(self, name: str, *fields, **more) -> None:
         """What is said of a column: the fields of `Column`."""
-        self.columns[name] = Column(*said, **more)
+        self.columns[name] = Column(*fields, **more)
 
     def derived(self, name: str, columns: str, label: Callable) -> None:
         """A column that a page adds to rows that have all of `columns`: `label` of their values."""
@@ -132,8 +132,8 @@ def named_value(column: str, value: object) -> str:
     text = value_label(value, column)
     if isinstance(value, str):
         return text
-    said = column_of(column).short or column_label(column)
-    name, _, unit = said.partition(" (")
+    title = column_of(column).short or column_label(column)
+    name, _, unit = title.partition(" (")
     if pd.api.types.is_bool(value):
         return name if value else f"not {name}"
     return f"{name} {text} {unit.rstrip(')')}".rstrip()

@@ -153,9 +153,8 @@ def _describe(device, several):
         "cores": core_count(),
         "memory_gib": round(memory_bytes() / GIB, 1),
     }
-    gpus = 1
+    gpus = torch.cuda.device_count() if several else 1
     if device.type == "cuda":
-        gpus = torch.cuda.device_count() if several else 1
         properties = torch.cuda.get_device_properties(device)
         facts["gpu"] = properties.name
         facts["gpu_memory_gib"] = round(properties.total_memory / GIB, 1)
@@ -259,7 +258,7 @@ def why_no_memory(needed_bytes: int, device: torch.device) -> str:
 def why_no_compile(device: torch.device) -> str:
     """Why torch.compile cannot make code for the device."""
     on_gpu = device.type == "cuda"
-    if on_gpu and find_spec("triton") is None:
+    if on_gpu and not find_spec("triton"):
         return "torch.compile needs triton to make code for a GPU, and it is not installed"
     # For a GPU only a small launcher in C is compiled on the host.
     known = "g++ clang++ c++ gcc" if on_gpu else "g++ clang++ c++"

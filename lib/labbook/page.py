@@ -64,8 +64,8 @@ class Page:
         self.reference_card = load_card(self.reference)
         self._cells = parameters.get("In", [])  # IPython's; it grows with every cell
         _, self._names = code.code_cells(code.notebook_of(slug))
-        given = {name: parameters[name] for name in sorted(self._names) if name in parameters}
-        self.run = Run(slug, self.card.slug, given, self._code)
+        values = {name: parameters[name] for name in sorted(self._names) if name in parameters}
+        self.run = Run(slug, self.card.slug, values, self._code)
         self._printed = set()
         self._print(self.card.line())
         line, changed = provenance(slug, {self.reference} | set(project().committed))
@@ -116,8 +116,8 @@ class Page:
         was interrupted continues; with $LABBOOK_AGAIN set none is.
         """
         cases = list(cases)
-        rows = self.on_record(table)
-        is_measured = evidence.measured(rows, schema().tables[table].keys, options.get("steps", 0))
+        saved = self.on_record(table)
+        is_measured = evidence.measured(saved, schema().tables[table].keys, options.get("steps", 0))
         options |= {"kept": is_measured, "device": self.device}
         for rows in bench.measure(cases, setup, **options):
             for row in rows:

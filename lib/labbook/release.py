@@ -19,16 +19,16 @@ def provenance(slug: str, machines: Iterable[str]) -> tuple[str, list[str]]:
 
     "measured at v1.0 (1a2b3c4d5e, 2026-11-30, h100); no measured files have changed since"; "" without rows.
     """
-    found = list(measurements(slug, machines))
-    if not found:
+    measured = list(measurements(slug, machines))
+    if not measured:
         return "", []
-    where = ", ".join(sorted({rows.machine for rows in found}))
+    where = ", ".join(sorted({rows.machine for rows in measured}))
     line = f"measured on {where}"
     if _path().exists():
         name, commit_and_date, hashes = _read()
-        if not any(code.changed(rows.run.code, hashes) for rows in found):
+        if not any(code.changed(rows.run.code, hashes) for rows in measured):
             line = f"measured at {name} ({commit_and_date}, {where})"
-    changed = sorted({name for rows in found for name in rows.changed})
+    changed = sorted({name for rows in measured for name in rows.changed})
     files = "file has" if len(changed) == 1 else "files have"
     return f"{line}; {len(changed) or 'no'} measured {files} changed since", changed
 

@@ -14,8 +14,10 @@ from cs336_systems.accounting.collective_costs import (
 )  # fmt: skip
 from cs336_systems.accounting.data_sheets import Hardware, hardware, machines
 from cs336_systems.accounting.element_counts import DTYPE_BYTES, Counts
-from cs336_systems.accounting.flops import flops_breakdown, forward_flops, parameter_breakdown
-from cs336_systems.accounting.flops import parameter_count, roofline_seconds, utilisation
+from cs336_systems.accounting.flops import (
+    flops_breakdown, forward_flops, parameter_breakdown,
+    parameter_count, roofline_seconds, utilisation,
+)  # fmt: skip
 from cs336_systems.accounting.model_memory import (
     activation_bytes, parameter_bytes, peak_bytes, peak_phases, saved_by_block, saved_by_head,
 )  # fmt: skip

@@ -87,9 +87,7 @@ def check_attention(
 
 
 def check_logsumexp(
-    attention: AttentionFunction,
-    device: Device | None = None,
-    dtype=torch.float32,
+    attention: AttentionFunction, device: Device | None = None, dtype=torch.float32
 ) -> None:
     """The forward keeps exactly one tensor of shape (..., n_queries) for its backward: each row's logsumexp.
 

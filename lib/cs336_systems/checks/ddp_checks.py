@@ -94,12 +94,13 @@ def module_state(wrapped):
 
 def tokens_of(rank, step):
     """A rank's share of a step's batch; every process can make every share."""
-    generator = torch.Generator(torch.get_default_device()).manual_seed(1000 * step + rank)
-    return torch.randint(VOCABULARY, (3,), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(1000 * step + rank)
+    tokens = torch.randint(VOCABULARY, (3,), generator=generator, device="cpu")
+    return tokens.to(torch.get_default_device())
 
 
 def loss_of(model, rank, step=0, **options):
-    tokens = tokens_of(rank, step)
+    tokens = tokens_of(rank, step).to(next(model.parameters()).device)
     return F.cross_entropy(model(tokens, **options).float(), tokens)
 
 
@@ -139,8 +140,8 @@ def gradients(wrap, hint="", make=Toy, weights=module_state):
     yield from wrong_kinds(wrapped, frozen)
     yield ""  # SGD would raise
     SGD(wrapped.parameters(), lr=1.0).step()
-    found = f"not the mean over the ranks (dist.get_world_size() is {ranks} here)"
-    otherwise = f"{found}, or parameters() are not updated by it.{hint}"
+    wrong = f"not the mean over the ranks (dist.get_world_size() is {ranks} here)"
+    otherwise = f"{wrong}, or parameters() are not updated by it.{hint}"
     after = weights(wrapped)
     for name, own in alone.named_parameters():
         if name in frozen:
@@ -177,22 +178,22 @@ def _overlaps(wrap):
     module = Toy(0)
     wrapped = wrap(module)
     own_rank = dist.get_rank()
-    made = []
+    ready = []
     # Of each message, how many gradients had been made before the one whose hook sends it, and its numbers.
     ahead = []
     for parameter in module.parameters():
         if parameter.requires_grad:
             # It is called after the wrapper's own hook.
-            parameter.register_post_accumulate_grad_hook(made.append)
+            parameter.register_post_accumulate_grad_hook(ready.append)
 
     def note(message):
         # Gradients, not flags or an order of what is unused.
         if message.dtype.is_floating_point:
-            ahead.append((len(made), message.numel))
+            ahead.append((len(ready), message.numel))
 
     store = open_store()
     for first in range(dist.get_world_size()):
-        made.clear()
+        ready.clear()
         ahead.clear()
         wrapped.zero_grad()
         mistake = ""
@@ -214,11 +215,11 @@ def _overlaps(wrap):
             yield "no message was seen. Send gradients with dist.all_reduce(..., async_op=True)."
         if on_the_way < len(ahead):
             yield f"{len(ahead) - on_the_way} of {len(ahead)} messages leave only when backward is over."
-        if ahead[0][0] == len(made) - 1:
+        if ahead[0][0] == len(ready) - 1:
             yield "all messages leave with the last gradient. Send each as soon as it may leave."
         # Of those that leave with a gradient, the first has waited for it.
         firsts = dict(ahead[::-1])
-        if len(ahead) == len(made) and any(firsts[n] < made[n].numel() for n in firsts):
+        if len(ahead) == len(ready) and any(firsts[n] < ready[n].numel() for n in firsts):
             yield "a gradient that may leave waits for another one. Send each as soon as it may leave."
     yield Property("messages leave during backward, which waits for none")
 

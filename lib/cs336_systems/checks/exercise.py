@@ -42,8 +42,8 @@ def waits(function: Callable, *inputs) -> str:
     copies = [deepcopy(x).to("meta") if hasattr(x, "to") else x for x in inputs]
     try:
         with patch("torch.Tensor.__repr__", wait), patch("torch.cuda.synchronize", wait):
-            found = tree_leaves(function(*copies))
-        elsewhere = [x.device for x in found if isinstance(x, Tensor) and not x.is_meta]
+            results = tree_leaves(function(*copies))
+        elsewhere = [x.device for x in results if isinstance(x, Tensor) and not x.is_meta]
         assert not elsewhere, f"what is returned is on {elsewhere}"
     except Exception as error:
         return f"it would wait for the GPU, or a tensor is not where the inputs are; {error!s:.80}"

@@ -24,12 +24,12 @@ class Property(str):
 
 
 def checker(properties, also_alone=False):
-    """Makes of `properties(candidate, **asked)` a check(candidate, *, world_size=2, timeout_s=60, **options).
+    """Makes `properties(candidate, **wanted)` a check(candidate, *, world_size=2, timeout_s=60, **options).
 
     Every rank of some CPU processes runs the generator, which yields what is wrong, the likeliest first, and
     behind it the Property that has held. There all ranks meet: none goes on once one has found a mistake, and
     all communication of a property is over. "" lets them meet where nothing is to be said yet. What holds is
-    printed. Options that are not `asked` are for the candidate, which may be defined in a notebook.
+    printed. Options that are not `wanted` are for the candidate, which may be defined in a notebook.
     It raises AssertionError: what is wrong, where, and how to mend it.
     also_alone: in the end every rank is asked all of it again, in a world of its own.
     """
@@ -37,9 +37,9 @@ def checker(properties, also_alone=False):
     @wraps(properties)
     def check(candidate, *, world_size=2, timeout_s=60.0, **options):
         names = options.keys() & signature(properties).parameters.keys()
-        asked = {name: options.pop(name) for name in names}
-        made = partial(candidate, **options) if options else candidate
-        job = cloudpickle.dumps((made, partial(properties, **asked)))
+        wanted = {name: options.pop(name) for name in names}
+        configured = partial(candidate, **options) if options else candidate
+        job = cloudpickle.dumps((configured, partial(properties, **wanted)))
         name = getattr(candidate, "__name__", repr(candidate))
         right = 0
         try:

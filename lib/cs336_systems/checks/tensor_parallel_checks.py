@@ -107,7 +107,7 @@ def _adds_up(function, where, group):
     name = function.__name__
     if not torch.stack((x, grad)).equal(own):
         yield f"{name} has overwritten its input or gradient. Give all_reduce a copy."
-    for pass_, made, mine, all_ranks in zip(
+    for pass_, result, mine, all_ranks in zip(
         ("forward", "backward"), (y, x.grad), own, numbers, strict=True
     ):
         adds_up = pass_ == where and group is None
@@ -117,7 +117,9 @@ def _adds_up(function, where, group):
             "this rank's own, not added up.": mine,
             "the mean over the ranks. Add up, do not divide.": all_ranks.mean(0),
         }
-        yield from unlike(f"{name}'s {pass_}", made, wanted, diagnoses, f"{made}, not {wanted}.")
+        yield from unlike(
+            f"{name}'s {pass_}", result, wanted, diagnoses, f"{result}, not {wanted}."
+        )
     yield Property(f"{name} adds up in {where}, and nowhere else")
 
 

@@ -99,14 +99,14 @@ def jobs(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
     errors = []
     for name, texts in entries:
         known = parameters[name]
-        given = texts | {key: text for key, text in overriding.items() if key in known}
+        settings = texts | {key: text for key, text in overriding.items() if key in known}
         values = {
             key: convert(known[key].default, text) if key in known else text
-            for key, text in given.items()
+            for key, text in settings.items()
         }
         job = Job(notebooks.folder() / f"{name}.ipynb", values)
         by_name[job.name] = job
-        sentences = parameter_errors(known, values, name.partition("_")[2])
+        sentences = parameter_errors(known, values, name[3:])
         errors += [f"{name}: {error}" for error in sentences]
     if errors:
         raise BatchError("\n".join(dict.fromkeys(errors)))
@@ -232,7 +232,7 @@ def load_outcome(path: Path) -> Outcome | None:
 def _row_count(job, folder):
     """How many rows of the notebook there are on the machine that the folder is named after."""
     with suppress(RowError):  # of a damaged table: executed again, the notebook says it
-        return run_counts(job.notebook.stem.partition("_")[2], folder.name).total()
+        return run_counts(job.notebook.stem[3:], folder.name).total()
     return 0
 
 

@@ -60,7 +60,7 @@ def entry(name: str, notebook: NotebookNode) -> Entry:
         raise ValueError(f"{name} has no first cell '# {name[:2]} · a title', and so is no chapter")
     handout, question, before, time = first_cell(notebook).values()
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    tagged = [cell for cell in code if HEADLINE in cell.metadata.get("tags", [])]
+    tagged = [cell for cell in code if HEADLINE in notebooks.tags_of(cell)]
     drawn = tagged + [cell for cell in code if draws_committed_rows(cell.source)]
     answer = _first_shown(tagged, "text/markdown")
     headline = answer and re.sub(_AROUND, "", answer.data["text/markdown"], flags=re.DOTALL)
@@ -92,14 +92,14 @@ def first_cell(notebook: NotebookNode) -> dict[str, str]:
 
 def put_in_short(notebook: NotebookNode, name: str) -> None:
     """Below its question, say the first sentence of what the notebook found, and show the picture of it."""
-    found = entry(name, notebook)
-    cells = [cell for cell in notebook.cells if IN_SHORT not in cell.metadata.get("tags", [])]
-    if found.headline and not notebooks.is_last(name):
-        text = f"**In short.** {sentences(found.headline)[0]}"
+    chapter = entry(name, notebook)
+    cells = [cell for cell in notebook.cells if IN_SHORT not in notebooks.tags_of(cell)]
+    if chapter.headline and not notebooks.is_last(name):
+        text = f"**In short.** {sentences(chapter.headline)[0]}"
         cell = nbformat.v4.new_markdown_cell(text, id=IN_SHORT, metadata={"tags": [IN_SHORT]})
-        if found.picture:
-            title = found.picture.metadata.get("image/png", {}).get("alt", "")
-            png = base64.b64encode(_small(found.picture)).decode()
+        if chapter.picture:
+            title = chapter.picture.metadata.get("image/png", {}).get("alt", "")
+            png = base64.b64encode(_small(chapter.picture)).decode()
             cell.source += f"\n\n![{title}](attachment:{IN_SHORT}.png)"
             cell.attachments = {f"{IN_SHORT}.png": {"image/png": png}}
         cells.insert(1, cell)
@@ -134,9 +134,9 @@ def map_table(entries: dict[str, Entry]) -> str:
 
 def in_short(question: str) -> str:
     """The first sentence that asks something in more than a word or two; without one, the first sentence."""
-    found = sentences(question.removeprefix("(a) "))
-    asking = (text for text in found if text.endswith("?") and text.count(" ") > 2)
-    return next(asking, found[0])
+    parts = sentences(question.removeprefix("(a) "))
+    asking = (text for text in parts if text.endswith("?") and text.count(" ") > 2)
+    return next(asking, parts[0])
 
 
 def show_headline(entry: Entry) -> None:

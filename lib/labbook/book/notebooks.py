@@ -62,13 +62,18 @@ def read_parameters(notebook: NotebookNode) -> dict[str, Parameter]:
 
     Raises ValueError: what a parameter is set to is no literal.
     """
-    cells = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+    cells = [cell for cell in notebook.cells if "parameters" in tags_of(cell)]
     # papermill has defaults as text.
     return {
         parameter.name: parameter._replace(default=ast.literal_eval(parameter.default))
         for cell in cells
         for parameter in PythonTranslator.inspect(cell)
     }
+
+
+def tags_of(cell: NotebookNode) -> list[str]:
+    """By which it is found, folded and shown."""
+    return cell.metadata.get("tags", [])
 
 
 def read_yaml(name: str, loader: type = yaml.SafeLoader) -> dict:
@@ -104,18 +109,18 @@ def is_last(name: str) -> bool:
 def why_not_here(name: str) -> str:
     """Why the notebook of this name cannot run on this machine; empty when it can."""
     for package, names in read_yaml("book.yaml").get("needs", {}).items():
-        if name in names and find_spec(package) is None:
+        if name in names and not find_spec(package):
             return f"needs {package}, which is not installed here"
     return ""
 
 
-def convert(default, given):
+def convert(default, value):
     """Text, or a list that YAML gives as text, as the type of a default; as it is where it cannot be that."""
-    if isinstance(given, str):
+    if isinstance(value, str):
         with suppress(KeyError, ValueError, yaml.YAMLError):
-            given = _OF_TEXT[type(default)](given)
-    several = isinstance(default, list) and isinstance(given, list)
-    return [convert(default[0], item) for item in given] if several else given
+            value = _OF_TEXT[type(default)](value)
+    several = isinstance(default, list) and isinstance(value, list)
+    return [convert(default[0], item) for item in value] if several else value
 
 
 def check_parameters(slug: str, values: Mapping) -> None:
@@ -124,12 +129,14 @@ def check_parameters(slug: str, values: Mapping) -> None:
     Raises BatchError: a line for each wrong value, naming what is allowed.
     """
     known = read_parameters(nbformat.read(notebook_of(slug), as_version=4))
-    given = {name: values[name] for name in known if name in values}
-    if errors := parameter_errors(known, given, slug):
+    settings = {name: values[name] for name in known if name in values}
+    if errors := parameter_errors(known, settings, slug):
         raise BatchError("\n".join(errors))
 
 
-def parameter_errors(known: Mapping[str, Parameter], given: Mapping, slug: str = "") -> list[str]:
+def parameter_errors(
+    known: Mapping[str, Parameter], settings: Mapping, slug: str = ""
+) -> list[str]:
     """A sentence for each given parameter that is not among the known or that cannot be right.
 
     Raises BatchError: parameters.yaml cannot be read.
@@ -138,16 +145,16 @@ def parameter_errors(known: Mapping[str, Parameter], given: Mapping, slug: str =
         _type_error(name, value, known[name].default)
         if name in known
         else unknown("parameter", name, known)
-        for name, value in given.items()
+        for name, value in settings.items()
     ]
     if any(errors):
         return list(filter(None, errors))
     rules = rules_of(slug)
-    values = {name: parameter.default for name, parameter in known.items()} | given
+    values = {name: parameter.default for name, parameter in known.items()} | settings
     for name in values:
         rule = rules.get(name, {})
         # Of the others those whose rule looks at a given one: a default size may be of another edition.
-        if given.keys() & {name}.union(map(str, rule.values())):
+        if settings.keys() & {name}.union(map(str, rule.values())):
             errors.append(_value_error(name, rule, values))
     return list(filter(None, errors))
 

@@ -84,7 +84,7 @@ def build(target: Path, executed: Path) -> Path:
     Returns its first page.
     Raises BatchError: Sphinx is not installed, or could not build.
     """
-    if find_spec("furo") is None:
+    if not find_spec("furo"):
         raise BatchError("the site needs more packages: `pip install -e '.[site]'` installs them")
     paths = notebooks.paths(executed)
     if not paths:
@@ -219,30 +219,32 @@ def _fold(notebook, run):
             for heading in re.findall("^##.*", cell.source, re.MULTILINE):
                 section = section if heading.startswith("###") else heading
             continue
-        tags = cell.metadata.setdefault("tags", [])
-        prompt = "Code"
-        if has_solution(cell) or CHECKER in tags:
-            prompt = "The checker" if CHECKER in tags else "A solution"
-            tags.append(HIDE_INPUT)
-            cell.source = re.sub(r"(?m)^ *### (BEGIN|END) SOLUTION\n?", "", cell.source)
-        elif not section:
-            prompt = "Parameters" if "parameters" in tags else "Set-up"
-            tags.append("hide-cell")
-        # Their output says it all.
-        elif re.match(r"solution\(|(labbook\.)?show_source\(", cell.source):
-            tags.append("remove-input")
         # Of a run, what its machine measured is what one reads.
-        elif (
-            "hide-cell" in tags
-            or "page.measure(" in cell.source
-            or heading == f"### This machine{run}"
-        ):
-            prompt = "Code and output"
-            tags.append("hide-cell")
-        elif ASIDE in tags or section in ("## Measure", "## Results"):
-            prompt = ": ".join(["Code"] + re.findall(r"(?m)^(?:class|def) (\w+)", cell.source)[:1])
-            tags.append(HIDE_INPUT)
+        is_local = heading == f"### This machine{run}"
+        prompt, tags = _prompt_and_tags(cell, section, is_local)
+        cell.metadata.setdefault("tags", []).extend(tags)
         cell.metadata["mystnb"] = {"code_prompt_show": prompt, "code_prompt_hide": prompt}
+        cell.source = re.sub(r"(?m)^ *### (BEGIN|END) SOLUTION\n?", "", cell.source)
+
+
+def _prompt_and_tags(cell, section, is_local):
+    """What stands on the fold of a code cell, and the tags by which it is folded."""
+    tags = notebooks.tags_of(cell)
+    if CHECKER in tags:
+        return "The checker", [HIDE_INPUT]
+    if has_solution(cell):
+        return "A solution", [HIDE_INPUT]
+    if not section:
+        return "Parameters" if "parameters" in tags else "Set-up", ["hide-cell"]
+    # Their output says it all.
+    if re.match(r"solution\(|(labbook\.)?show_source\(", cell.source):
+        return "Code", ["remove-input"]
+    if "hide-cell" in tags or "page.measure(" in cell.source or is_local:
+        return "Code and output", ["hide-cell"]
+    if ASIDE in tags or section in ("## Measure", "## Results"):
+        names = re.findall(r"(?m)^(?:class|def) (\w+)", cell.source)
+        return ": ".join(["Code"] + names[:1]), [HIDE_INPUT]
+    return "Code", []
 
 
 def _linked(text, names):
@@ -258,11 +260,11 @@ def _linked(text, names):
 def _by_chapter(pages):
     """The pages of each chapter that has some; "Start" is what comes before all of them."""
     chapters = {0: "Start"} | notebooks.read_yaml("book.yaml").get("chapters", {})
-    found = {}
+    by_chapter = {}
     for page in pages:
         first = max(number for number in chapters if number <= int(page.entry.name[:2]))
-        found.setdefault(chapters[first], []).append(page)
-    return found.items()
+        by_chapter.setdefault(chapters[first], []).append(page)
+    return by_chapter.items()
 
 
 def _contents(pages):

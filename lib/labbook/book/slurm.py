@@ -27,7 +27,7 @@ def run_on_slurm(
     Raises BatchError: there is no Slurm here.
     Raises KeyboardInterrupt: Ctrl-C; all jobs of this folder of results are cancelled.
     """
-    if shutil.which("sbatch") is None:
+    if not shutil.which("sbatch"):
         raise BatchError(
             "there is no sbatch here; --cluster slurm is for a node of a Slurm cluster"
         )

@@ -12,6 +12,7 @@ import nbformat
 from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 from nbformat import NotebookNode
 
+from labbook.book.notebooks import tags_of
 from labbook.files import make_folder, write_atomically
 
 HIDE_INPUT = "hide-input"  # tag of a cell whose output is what one reads
@@ -41,7 +42,7 @@ def tidy(notebook: NotebookNode) -> NotebookNode:
     notebook.update(metadata=nbformat.from_dict(METADATA), nbformat=4, nbformat_minor=5)
     points = 1
     for cell in notebook.cells:
-        tags = cell.metadata.get("tags", [])
+        tags = tags_of(cell)
         cell.metadata = NotebookNode(tags=tags) if tags else NotebookNode()
         if cell.cell_type == "markdown" and (minutes := _MINUTES.search(cell.source)):
             points = int(minutes[1])
@@ -84,13 +85,11 @@ def cleared(notebook: NotebookNode) -> NotebookNode:
     Raises ValueError: a solution has no end, or no beginning.
     """
     notebook = deepcopy(notebook)
-    notebook.cells = [
-        cell for cell in notebook.cells if IN_SHORT not in cell.metadata.get("tags", [])
-    ]
+    notebook.cells = [cell for cell in notebook.cells if IN_SHORT not in tags_of(cell)]
     has_begun = False
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            tags = cell.metadata.get("tags", [])
+            tags = tags_of(cell)
             cell.metadata["tags"] = tags + ["raises-exception"]  # whose error stops nothing
             has_begun |= has_solution(cell)
             if has_begun or HEADLINE in tags:

@@ -10,5 +10,10 @@ from labbook.memory.history import (
     timeline_rows,
 )
 from labbook.memory.moments import held_at_peak, held_in_first_step
-from labbook.memory.operations import operations_of, saved_bytes, saved_for_backward, storage_bytes
-from labbook.memory.operations import sum_of_rooflines_ms
+from labbook.memory.operations import (
+    operations_of,
+    saved_bytes,
+    saved_for_backward,
+    storage_bytes,
+    sum_of_rooflines_ms,
+)

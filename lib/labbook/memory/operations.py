@@ -195,37 +195,44 @@ def operations_of(function: Callable) -> list[Operation]:
         def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
             kwargs = kwargs or {}
             result = operation(*args, **kwargs)
-            schema = operation._schema
-            names = (each.name for each in schema.arguments)
-            arguments = dict(zip(names, args, strict=False)) | kwargs  # defaults are not given
-            changed = [
-                each for each in schema.arguments if each.alias_info and each.alias_info.is_write
-            ]
-            # Fused optimizers write gradients only to scale them.
-            if arguments.get("grad_scale") is None:
-                changed = [each for each in changed if each.name != "grads"]
             packet = operation.overloadpacket
             name = packet.__name__
-            given = _sizes(arguments)
-            written = _sizes(result) | _sizes([arguments.get(each.name) for each in changed])
-            is_view = written.keys() <= given.keys() and not schema.is_mutable
-            if is_view or name.startswith(_NOTHING_MOVES):
-                return result
-            replaced = {each.name for each in changed if each.is_out}
-            if _IGNORES_SELF.fullmatch(name):
-                replaced.add("self")
-            in_bytes = _sizes([arguments[each] for each in arguments.keys() - replaced]).total()
-            if name in _GATHERS:
-                in_bytes = min(in_bytes, written.total())
-            # That of addmm is addmm_'s, too.
-            formula = flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_"), packet))
-            flops = formula(*args, **kwargs, out_val=result) if formula else 0
-            operations.append(Operation(name, flops, in_bytes + written.total()))
+            bytes_moved = _bytes_moved(name, operation._schema, args, kwargs, result)
+            if bytes_moved is not None:
+                # That of addmm is addmm_'s, too.
+                formula = flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_"), packet))
+                flops = formula(*args, **kwargs, out_val=result) if formula else 0
+                operations.append(Operation(name, flops, bytes_moved))
             return result
 
     with Recorder():
         function()
     return operations
+
+
+def _bytes_moved(name, schema, args, kwargs, result):
+    """What an operation has read and written; None where it moves nothing."""
+    names = (each.name for each in schema.arguments)
+    arguments = dict(zip(names, args, strict=False)) | kwargs  # defaults are not given
+    # Arguments that are written, by name: whether they are not read as well.
+    is_out = {
+        each.name: each.is_out
+        for each in schema.arguments
+        if each.alias_info and each.alias_info.is_write
+    }
+    # Fused optimizers write gradients only to scale them.
+    if arguments.get("grad_scale") is None:
+        is_out.pop("grads", None)
+    written = _sizes(result) | _sizes(list(map(arguments.get, is_out)))
+    is_view = written.keys() <= _sizes(arguments).keys() and not schema.is_mutable
+    if is_view or name.startswith(_NOTHING_MOVES):
+        return None
+    if _IGNORES_SELF.fullmatch(name):
+        is_out["self"] = True
+    read_bytes = _sizes([x for key, x in arguments.items() if not is_out.get(key)]).total()
+    if name in _GATHERS:
+        read_bytes = min(read_bytes, written.total())
+    return read_bytes + written.total()
 
 
 def sum_of_rooflines_ms(

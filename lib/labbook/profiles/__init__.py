@@ -4,11 +4,13 @@ import os
 
 from labbook.profiles.cases import profile_cases
 from labbook.profiles.gathers import gather_times
-from labbook.profiles.lanes import exposed, lane_rows, overlap_values, record_steps, step_lanes
-from labbook.profiles.lanes import told_apart
+from labbook.profiles.lanes import (
+    exposed, lane_rows, overlap_values, record_steps, step_lanes, told_apart,
+)  # fmt: skip
 from labbook.profiles.nsight import count_kernels, read_export, why_no_nsys
-from labbook.profiles.table import Profile, ProfileError, covered, kernel_table, one_step
-from labbook.profiles.table import range_table, stages
+from labbook.profiles.table import (
+    Profile, ProfileError, covered, kernel_table, one_step, range_table, stages,
+)  # fmt: skip
 from labbook.profiles.torch_trace import read_trace
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch.profiler writes a log to stderr

@@ -14,13 +14,7 @@ import cloudpickle
 from labbook.bench import Case
 from labbook.profiles.nsight import read_export, record_report
 from labbook.profiles.program import range_of
-from labbook.profiles.table import (
-    ProfileError,
-    kernel_rows,
-    kernel_table,
-    range_table,
-    within,
-)
+from labbook.profiles.table import ProfileError, kernel_rows, kernel_table, range_table, within
 from labbook.profiles.torch_trace import record_trace
 from labbook.timing import release_memory, run_or_out_of_memory
 

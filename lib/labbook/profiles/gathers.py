@@ -10,9 +10,7 @@ _ALL_GATHER = r"(?i)^(?:nccl|gloo:).*all_?gather"
 
 
 def gather_times(
-    profile: Profile,
-    units: Mapping[str, Iterable[str]],
-    could_begin: Callable,
+    profile: Profile, units: Mapping[str, Iterable[str]], could_begin: Callable
 ) -> pd.DataFrame:
     """Of each unit's gather in the last recorded step: pass, unit, calls, start_ms, end_ms, needed_ms.
 

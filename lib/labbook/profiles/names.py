@@ -31,8 +31,15 @@ _ARGUMENT = re.compile(
     r"|(\w+)Ops<|std::(multiplies|divides|plus|minus)<|::(Sqrt|Abs|Neg)<"
 )
 _LAMBDA = re.compile(r"(\w+?)(?:_cuda)?_kernel(?:_cuda|_impl)*(?:<[^()<>]*>)?\(at::TensorIterator")
-_RENAMED = {"multiplies": "mul", "divides": "div", "plus": "add", "minus": "sub", "maxnan": "max"}
-_RENAMED |= {"minnan": "min", "fusedadammath": "fused_adam"}
+_RENAMED = {
+    "multiplies": "mul",
+    "divides": "div",
+    "plus": "add",
+    "minus": "sub",
+    "maxnan": "max",
+    "minnan": "min",
+    "fusedadammath": "fused_adam",
+}
 
 
 @cache

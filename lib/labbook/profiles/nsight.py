@@ -19,9 +19,10 @@ from labbook.profiles.table import Profile, ProfileError, complete
 
 # What a program does from cudaProfilerStart to cudaProfilerStop; kernels of CUDA graphs one by one. No CPU
 # sampling, no context switches: they make the stream gigabytes large, and nothing here reads them.
-_PROFILE = "nsys profile --trace=cuda,nvtx --cuda-graph-trace=node --sample=none --cpuctxsw=none"
-_PROFILE += " --capture-range=cudaProfilerApi --capture-range-end=stop --export=sqlite"
-_PROFILE += " --force-overwrite=true"
+_PROFILE = (
+    "nsys profile --trace=cuda,nvtx --cuda-graph-trace=node --sample=none --cpuctxsw=none "
+    "--capture-range=cudaProfilerApi --capture-range-end=stop --export=sqlite --force-overwrite=true"
+)
 
 
 def why_no_nsys() -> str:

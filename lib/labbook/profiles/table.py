@@ -208,11 +208,7 @@ def one_step(profile: Profile) -> tuple:
     steps, ranges, kernels = _inside(profile, STEP)
     step = steps.iloc[-1]
     ranges["depth"] = ranges.range.str.count("/")
-    return (
-        _since(ranges, step),
-        _since(kernels, step, "launch_ns"),
-        _since(profile.calls, step),
-    )
+    return _since(ranges, step), _since(kernels, step, "launch_ns"), _since(profile.calls, step)
 
 
 def _inside(profile, root):
