@@ -113,7 +113,7 @@ FSDP = {
     "'up.weight' is not that of rank 0.* without padding": ("rows[: len(weight.whole)]", "rows"),
     "rank 1: collect of rank 0 waits for more than the first":
         (ARRIVED, "[weight.work.wait() for weight in wanted]"),
-    "rank 1: rank 0 is held up by others that are still at 'head'":
+    "rank 0, 1: rank 0 is held up by others that are still at 'head'":
         (BEHIND, lines(BEHIND, "[weight.work.wait() for weight in behind]")),
     "'embedding.weight' still has 288 of 288 elements.* rows, 144":
         ("torch.cat([mine, padding])", "full.clone()",

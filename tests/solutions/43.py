@@ -229,6 +229,9 @@ WRONG = {
         "three ahead": [("here + 3", "here + 4")],
         "none ahead in backward": [("end - 3", "end - 1")],
         "a barrier": [("here + 3])\n", "here + 3])\n        dist.barrier()\n")],
+        "backward waits for the next": [
+            ("[::-1])\n", "[::-1])\n        self.order[max(end - 2, 0)].work.wait()\n")
+        ],
         "in the order of definition": [("self.order.append(weight)", "self.order = self.weights")],
     },
 }

@@ -94,13 +94,12 @@ def module_state(wrapped):
 
 def tokens_of(rank, step):
     """A rank's share of a step's batch; every process can make every share."""
-    generator = torch.Generator("cpu").manual_seed(1000 * step + rank)
-    tokens = torch.randint(VOCABULARY, (3,), generator=generator, device="cpu")
-    return tokens.to(torch.get_default_device())
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1000 * step + rank)
+    return torch.randint(VOCABULARY, (3,), generator=generator)
 
 
 def loss_of(model, rank, step=0, **options):
-    tokens = tokens_of(rank, step).to(next(model.parameters()).device)
+    tokens = tokens_of(rank, step)
     return F.cross_entropy(model(tokens, **options).float(), tokens)
 
 

@@ -118,6 +118,7 @@ def _shards(wrap):
     )
     yield Property("gather_full_parameters() returns rank 0's values, whole, by name")
 
+    gc.freeze()
     wrapped = wrap(_Layers(0))
     for layer, module in _Layers(0).named_children():
         n = module.weight.numel()
@@ -129,9 +130,9 @@ def _shards(wrap):
         if layer != "norm" and has > share:
             yield f"'{layer}.weight' still has {has} of {n} elements. A rank keeps its rows, {share}."
     before = [(shard, shard.clone()) for shard in wrapped.parameters()]
-    gc.freeze()
     wrapped.gather_full_parameters()
-    yield from _crowd(0, "after gather_full_parameters()", "Only return them.")
+    if dist.get_world_size() > 1:
+        yield from _crowd(0, "after gather_full_parameters()", "Only return them.")
     for now, (shard, old) in zip(wrapped.parameters(), before, strict=True):
         if now is not shard or not torch.equal(now, old):
             yield "gather_full_parameters() changes what a rank keeps. Leave layers and shards as they are."
@@ -193,7 +194,7 @@ def _collect(wrap):
         weights = wrapped.weights[:3]
         first, second, third = weights
         # As autograd keeps them.
-        kept = [weight.whole.detach() for weight in weights]
+        kept = [weight.whole.untyped_storage() for weight in weights]
         is_asking = dist.get_rank() == asking
         mistake = ""
         with observed() as sent:
@@ -205,17 +206,19 @@ def _collect(wrap):
                 mistake = f"collect of rank {asking} waits for more than the first weight."
             wrapped.collect([second, first, third])
             wrapped.collect([third])
-        if [x.numel for x in sent] != [x.numel() for x in kept] or asked != 1 + 2 * is_asking:
-            mistake = "collect does not start one all-gather for each weight of its list, in order."
+        if [x.numel for x in sent] != [
+            x.whole.numel() for x in weights
+        ] or asked != 1 + 2 * is_asking:
+            mistake = (
+                "collect does not start one all-gather of torch.distributed for each, in order."
+            )
         if any(
             type(x) is Tensor and x is not first.all_rows and x.shape == first.shard.shape
             for x in vars(first).values()
         ):
             mistake = "collect keeps what was sent, when it has arrived. Drop it."
-        if not all(x.untyped_storage().nbytes() for x in kept):
-            mistake = (
-                "a gather fills a new tensor. Resize the storage of all_rows: autograd keeps that."
-            )
+        if not all(x.nbytes() for x in kept):
+            mistake = "a gather fills a new tensor. Resize all_rows' storage: autograd keeps that."
         yield mistake
     yield Property("collect asks for all, each once, and waits for the first alone")
 
@@ -286,7 +289,7 @@ def _memory(wrap):
             loss.backward()
             if len(reductions) < _DEPTH - 2:
                 mistakes.append(
-                    "gradients stay until backward is over. Reduce each when it is there."
+                    f"{len(reductions)} gradients leave in backward. Reduce-scatter each, by dist, at once."
                 )
             wrapped.finish_gradient_synchronization()
             reductions.clear()
@@ -320,15 +323,15 @@ def _second_step(wrap, store, first):
     wrapped.zero_grad()
     is_first = dist.get_rank() == first
     reached = []
-    # Gathered for layers that have not been reached yet.
-    ahead = set()
+    # The gathers for layers that have not been reached yet.
+    ahead = {}
     leads = {}
     late = []
 
     def on_message(message):
         layer = _gathered(message)
         if layer:
-            ahead.add(layer)
+            ahead[layer] = message
             here = max(len(reached) - 1, 0)
             place = _PATH.index(layer, here)
             leads.setdefault(place, place - here)
@@ -341,10 +344,11 @@ def _second_step(wrap, store, first):
 
     def before_computing(layer, *_):
         """Called behind it."""
-        ahead.discard(layer)
+        ahead.pop(layer, None)
         # In backward the first needs gradients of all.
         more = len(ahead) if len(reached) <= _DEPTH else bool(ahead)
-        if not is_first and not late and not comes(store, f"{first} {len(reached) + 1 + more}"):
+        further = f"{first} {len(reached) + 1 + more}"
+        if any(x.waits for x in ahead.values()) or not (is_first or late or comes(store, further)):
             late.append(layer)
 
     for layer in LAYERS:
