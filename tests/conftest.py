@@ -18,7 +18,7 @@ from labbook.machine import memory_bytes
 
 # Imports take longer than most of what ranks do, and no module is edited while its tests run.
 _PRELOADED += ["cs336_systems.checks", "cs336_systems.training", "labbook.plots", "torch._dynamo"]
-_PRELOADED += ["hypothesis", "pytest"]
+_PRELOADED += ["hypothesis", "pytest", "triton.experimental.gluon.nvidia.hopper"]
 kernel_forks.install()
 
 # On a busy machine any example may be slow.

@@ -69,7 +69,11 @@ class Page:
         self._printed = set()
         self._print(self.card.line())
         line, changed = provenance(slug, {self.reference} | set(project().committed))
-        self._print(f"{line}: {', '.join(changed)}".rstrip(": "))
+        if changed:
+            folded = f"<details><summary>{line}</summary>{', '.join(changed)}</details>"
+            display.display({"text/plain": line, "text/html": folded}, raw=True)
+        else:
+            self._print(line)
 
     def reference_rows(
         self, table: str, slug: str | None = None, machine: str | None = None

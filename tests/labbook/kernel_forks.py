@@ -10,8 +10,7 @@ from multiprocessing import forkserver
 
 from jupyter_client.provisioning import local_provisioner
 
-from cs336_systems.checks.on_ranks import _PRELOADED
-from cs336_systems.parallel.launch import _start_method
+from cs336_systems.parallel.launch import _PRELOADED, _start_method
 
 
 def install():

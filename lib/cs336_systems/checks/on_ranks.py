@@ -12,11 +12,7 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.parallel import WorkerError, stream
-from cs336_systems.parallel.launch import _PRELOADED
 from cs336_systems.traffic import watch_collectives
-
-# Of others, what every rank of a check imports: optimizers want the first, our kernels the second.
-_PRELOADED += ["torch._dynamo", "triton.experimental.gluon.nvidia.hopper"]
 
 
 class Property(str):

@@ -67,11 +67,12 @@ def test_figures_lie_with_the_machine_whose_rows_they_show(page, tmp_path):
 SAVING = "from cs336_systems.training.steps import PASSES as choose\npage.save(choose(rows), 'accumulation')"
 
 
-def test_a_page_names_what_has_changed_since_its_rows_were_measured(monkeypatch, capsys):
+def test_a_page_names_folded_what_has_changed_since_its_rows_were_measured(monkeypatch, shown):
     changed = ["model.py", "functional.py"]
     monkeypatch.setattr("labbook.page.provenance", lambda *_: ("two files have changed", changed))
     Page(SLUG, {})
-    assert "two files have changed: model.py, functional.py\n" in capsys.readouterr().out
+    text = "<details><summary>two files have changed</summary>model.py, functional.py</details>"
+    assert [each["text/html"] for each in shown] == [text]
 
 
 def test_rows_of_the_running_cell_are_on_record_until_it_changes():
