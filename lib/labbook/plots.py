@@ -275,11 +275,10 @@ def spans(
     window = between or (frame["start_ms"].clip(upper=0).min(), frame["end_ms"].max())
     frame = frame[(frame["end_ms"] > window[0]) & (frame["start_ms"] < window[1])]
     lanes = ordered(frame[lane], lane)
-    sides = ordered(frame[side], side) if side else [0]
     colors = palette(frame[color], color)
     frame = frame.assign(_length=frame["end_ms"] - frame["start_ms"])
     frame["_place"] = frame[lane].map(lanes.index)
-    frame["_half"] = frame[side].map(sides.index) if side else 0
+    frame["_half"] = frame[side].map(ordered(frame[side], side).index) if side else 0
     frame["_shade"] = frame[color].map(list(colors).index)
     frame["_named"] = frame[text].ne("") if text else False
     height = (0.72 if side else 0.58) * max(len(lanes), 1.5) + 0.75
@@ -291,19 +290,7 @@ def spans(
         plain_numbers(axes.xaxis)
         for place in range(len(lanes)):
             axes.axhspan(place - 0.4, place + 0.4, color=ZONE, zorder=0.5)
-        # In the order of the colours: what is exposed lies over what was hidden.
-        for (_, place, half, named), boxes in rows.groupby(["_shade", "_place", "_half", "_named"]):
-            lower = place - 0.4 + 0.4 * half
-            shade = colors[boxes[color].iloc[0]]
-            edge = {"edgecolor": PAPER if named else shade, "lw": 0.6 if half or named else 0}
-            height = 0.8 / len(sides)
-            axes.broken_barh(
-                boxes[["start_ms", "_length"]].to_numpy(),
-                (lower, height),
-                facecolor=shade,
-                zorder=2,
-                **edge,
-            )
+        _draw_boxes(axes, rows, colors, color, 0.4 if side else 0.8)
     chart.draw_without_rendering()  # only now it is known how much room there is
     for axes, rows in panels:
         for row in rows[rows["_named"]].to_dict("records"):
@@ -314,6 +301,20 @@ def spans(
     drawn = (frame["_length"] + frame["_half"] * duration).groupby(frame[color]).sum()
     legend = _legend(_visible(colors, drawn / duration), color)
     return Drawing(chart, legend, "time since the step began (ms)")
+
+
+def _draw_boxes(axes, rows, colors, color, height):
+    """In the order of the colours: what is exposed lies over what was hidden."""
+    for (_, place, half, named), boxes in rows.groupby(["_shade", "_place", "_half", "_named"]):
+        shade = colors[boxes[color].iloc[0]]
+        axes.broken_barh(
+            boxes[["start_ms", "_length"]].to_numpy(),
+            (place - 0.4 + 0.4 * half, height),
+            facecolor=shade,
+            edgecolor=PAPER if named else shade,
+            lw=0.6 if half or named else 0,
+            zorder=2,
+        )
 
 
 def _write_inside(axes, ends, place, text):

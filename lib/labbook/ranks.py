@@ -13,8 +13,14 @@ import torch.distributed as dist
 from labbook.timing import MIB, Timing, clock_ms
 
 # Nobody edits these. Optimizers and what torch calls deterministic want the last but one, with Triton.
-_PRELOADED = ["torch.distributed.fsdp", "pandas", "einops", "cloudpickle"]
-_PRELOADED += ["torch._dynamo", "triton.experimental.gluon.nvidia.hopper"]
+_PRELOADED = [
+    "torch.distributed.fsdp",
+    "pandas",
+    "einops",
+    "cloudpickle",
+    "torch._dynamo",
+    "triton.experimental.gluon.nvidia.hopper",
+]
 
 
 class Context(Protocol):
