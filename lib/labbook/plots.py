@@ -299,8 +299,9 @@ def spans(
     # A box in the lower half is drawn however short: it belongs into the legend.
     duration = window[1] - window[0]
     drawn = (frame["_length"] + frame["_half"] * duration).groupby(frame[color]).sum()
-    legend = _legend(_visible(colors, drawn / duration), color)
-    return Drawing(chart, legend, "time since the step began (ms)")
+    return Drawing(
+        chart, _legend(_visible(colors, drawn / duration), color), "time since the step began (ms)"
+    )
 
 
 def _draw_boxes(axes, rows, colors, color, height):
@@ -313,7 +314,6 @@ def _draw_boxes(axes, rows, colors, color, height):
             facecolor=shade,
             edgecolor=PAPER if named else shade,
             lw=0.6 if half or named else 0,
-            zorder=2,
         )
 
 
