@@ -67,10 +67,10 @@ def attend(
 ):
     """O and L of a tile of queries, from all tiles of keys that they see."""
     m = tl.full(rows.shape, -float("inf"), tl.float32)
-    total = tl.zeros(rows.shape, tl.float32)
+    total = tl.zeros_like(m)
     acc = tl.zeros(q.shape, tl.float32)
     # Under a causal mask no row of this tile sees a key behind its last row.
-    end = min(n_keys, tl.max(rows, 0) + 1) if CAUSAL else n_keys
+    end = min(n_keys, tl.max(rows) + 1) if CAUSAL else n_keys
     for start in range(0, end, KEYS):
         keys = start + tl.arange(0, KEYS)
         k = load_tile(k_ptr, keys, n_keys, D, COLUMNS)
@@ -174,7 +174,7 @@ def sum_over_keys(
     """dQ of a tile of queries, from all tiles of keys that they see."""
     dq = tl.zeros(q.shape, tl.float32)
     # Under a causal mask no row of this tile sees a key behind its last row.
-    end = min(n_keys, tl.max(rows, 0) + 1) if CAUSAL else n_keys
+    end = min(n_keys, tl.max(rows) + 1) if CAUSAL else n_keys
     for start in range(0, end, KEYS):
         keys = start + tl.arange(0, KEYS)
         k = load_tile(k_ptr, keys, n_keys, D, COLUMNS)
@@ -244,16 +244,17 @@ def sum_over_queries(
 ):
     """dK and dV of a tile of keys, from all tiles of queries that see them."""
     dk = tl.zeros(k.shape, tl.float32)
-    dv = tl.zeros(v.shape, tl.float32)
+    dv = tl.zeros_like(dk)
     # Under a causal mask the rows before the tile's first key see none of its keys.
-    begin = tl.min(keys, 0) if CAUSAL else 0
+    begin = tl.min(keys) if CAUSAL else 0
     for start in range(begin, n_queries, ROWS):
         rows = start + tl.arange(0, ROWS)
         q, do, lse, delta = load_queries(
             q_ptr, do_ptr, lse_ptr, delta_ptr, rows, n_queries, D, COLUMNS
         )
-        visible = is_visible(rows, keys, n_keys, CAUSAL)
-        p, ds = tile_gradients(q, k, v, do, lse, delta, visible, scale)
+        p, ds = tile_gradients(
+            q, k, v, do, lse, delta, is_visible(rows, keys, n_keys, CAUSAL), scale
+        )
         dv += tl.dot(p.to(do.dtype).T, do, input_precision="ieee")
         dk += tl.dot(ds.to(q.dtype).T, q, input_precision="ieee")
     return dk * scale, dv
@@ -282,9 +283,9 @@ def dkdv_kernel(
     keys = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     sequence = tl.program_id(1)
     first_query = sequence * n_queries
-    first_key = sequence * n_keys
-    k = load_tile(k_ptr + first_key * D, keys, n_keys, D, COLUMNS)
-    v = load_tile(v_ptr + first_key * D, keys, n_keys, D, COLUMNS)
+    first_key = sequence * n_keys * D
+    k = load_tile(k_ptr + first_key, keys, n_keys, D, COLUMNS)
+    v = load_tile(v_ptr + first_key, keys, n_keys, D, COLUMNS)
     dk, dv = sum_over_queries(
         k,
         v,
@@ -301,8 +302,9 @@ def dkdv_kernel(
         ROWS,
         CAUSAL,
     )
-    store_tile(dk_ptr + first_key * D, dk.to(k.dtype), keys, n_keys, D, COLUMNS)
-    store_tile(dv_ptr + first_key * D, dv.to(v.dtype), keys, n_keys, D, COLUMNS)
+    # A store rounds to the type of what it writes to.
+    store_tile(dk_ptr + first_key, dk, keys, n_keys, D, COLUMNS)
+    store_tile(dv_ptr + first_key, dv, keys, n_keys, D, COLUMNS)
 
 
 def launch_backward(kernel, do, q, k, v, o, lse, is_causal, outputs, tile=(32, 32), **options):
