@@ -106,7 +106,8 @@ def forward_kernel(
     v_ptr += sequence * n_keys * D
     q = load_tile(q_ptr + first_query * D, rows, n_queries, D, COLUMNS)
     o, lse = attend(q, k_ptr, v_ptr, rows, n_keys, scale_log2, D, COLUMNS, KEYS, CAUSAL)
-    store_tile(o_ptr + first_query * D, o.to(q.dtype), rows, n_queries, D, COLUMNS)
+    # A store rounds to the type of what it writes to.
+    store_tile(o_ptr + first_query * D, o, rows, n_queries, D, COLUMNS)
     tl.store(lse_ptr + first_query + rows, lse, mask=rows < n_queries)
 
 
@@ -222,7 +223,8 @@ def dq_kernel(
     dq = sum_over_keys(
         q, do, lse, delta, k_ptr, v_ptr, rows, n_keys, scale, D, COLUMNS, KEYS, CAUSAL
     )
-    store_tile(dq_ptr + first * D, dq.to(q.dtype), rows, n_queries, D, COLUMNS)
+    # A store rounds to the type of what it writes to.
+    store_tile(dq_ptr + first * D, dq, rows, n_queries, D, COLUMNS)
 
 
 @triton.jit
@@ -302,7 +304,6 @@ def dkdv_kernel(
         ROWS,
         CAUSAL,
     )
-    # A store rounds to the type of what it writes to.
     store_tile(dk_ptr + first_key, dk, keys, n_keys, D, COLUMNS)
     store_tile(dv_ptr + first_key, dv, keys, n_keys, D, COLUMNS)
 
