@@ -34,11 +34,11 @@ try() {
     CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 "$python" -m pytest -q -n 2 --dist loadfile --nbval --nbval-current-env "$@"
 }
 
-told='' failed=0
+outcomes=''
 for name in ${1:-oldest newest mixed}; do
-    if (try "$name"); then outcome=passed; else outcome=FAILED failed=1; fi
-    told="$told$name $outcome
+    if (try "$name"); then outcome=passed; else outcome=FAILED; fi
+    outcomes="$outcomes$name $outcome
 "
 done
-printf '%s' "$told"
-exit "$failed"
+printf '%s' "$outcomes"
+case $outcomes in *FAILED*) exit 1 ;; esac

@@ -9,15 +9,16 @@ venv=${CS336_VENV:-.venv}
 pins=${CS336_PINS:-lib/pins.txt}
 python=$venv/bin/python
 stamp=$venv/cs336-stamp
+torch=${TORCH:-}
 pinned_torch=$(grep '^torch==' "$pins" || echo torch)  # the newest, where lib/bounds.sh pins nothing
 
 say() { printf 'set-up: %s\n' "$*"; }
-die() { printf 'set-up: %s\n' "$*" >&2; exit 1; }
+die() { say "$@" >&2; exit 1; }
 
-suits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' >/dev/null 2>&1; }
-who() { "$1" -c 'import sys; print(sys.version, sys.base_prefix)' 2>/dev/null; }
-kept() {  # does .venv stand on a Python that suits, and on the one asked for?
-    suits "$python" && { [ -z "${PYTHON:-}" ] || [ "$(who "$python")" = "$(who "$PYTHON")" ]; }
+is_supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' >/dev/null 2>&1; }
+identity() { "$1" -c 'import sys; print(sys.version, sys.base_prefix)' 2>/dev/null; }
+venv_has_right_python() {  # a supported one, and the one asked for
+    is_supported "$python" && { [ -z "${PYTHON:-}" ] || [ "$(identity "$python")" = "$(identity "$PYTHON")" ]; }
 }
 
 # One set-up at a time in a checkout. macOS and some file systems have no flock: there it is up to the user.
@@ -25,77 +26,81 @@ exec 9<"$pins"
 flock 9 2>/dev/null || true
 
 gpu=no
-if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then gpu=yes; fi
-builds=${TORCH:-} cpu=no
-if [ "$gpu$builds" = no ] && [ "$(uname -s)" = Linux ]; then
-    cpu=yes
-    builds=$(sed -n 's/^# without a GPU: //p' "$pins")
-fi
-builds=${builds:-$pinned_torch}
+if nvidia-smi >/dev/null 2>&1; then gpu=yes; fi
 
 # What the environment depends on; the checkout's own path too, because a moved .venv points to the old place.
-wanted="$(cat "$pins" pyproject.toml lib/setup.sh | cksum) ${TORCH:-} $PWD"
-if [ -f "$stamp" ] && kept; then
+wanted="$(cat "$pins" pyproject.toml lib/setup.sh | cksum) $torch $PWD"
+if [ -f "$stamp" ] && venv_has_right_python; then
     # A CUDA build serves a node without a GPU as well (a cluster's login node), not the other way round.
-    if [ "$(cat "$stamp")" = "$wanted gpu=yes" ] || [ "$(cat "$stamp")" = "$wanted gpu=$gpu" ]; then exit 0; fi
+    case $(cat "$stamp") in "$wanted gpu=yes" | "$wanted gpu=$gpu") exit 0 ;; esac
 fi
 
-# What is pinned beside torch; another torch brings its own triton.
-others=$(mktemp)
-trap 'rm -f "$others"' EXIT
-if [ -n "${TORCH:-}" ]; then
-    sed -E '/^(torch|triton)==/d' "$pins"
-else
-    sed '/^torch==/d' "$pins"
-fi >"$others"
-
 # uv, where it is, brings a Python too. What it cannot do is done with venv below.
-if ! kept && command -v uv >/dev/null 2>&1; then
+if ! venv_has_right_python && command -v uv >/dev/null 2>&1; then
     uv venv -q --seed --clear --python "${PYTHON:->=3.11,<3.15}" "$venv" || say "uv could not (reason above)"
 fi
 
 find_python() {  # a name on the PATH is not enough: version managers leave shims that only fail
     for candidate in ${PYTHON:-python3.12 python3.13 python3.11 python3.14 python3}; do
-        if suits "$candidate"; then command -v "$candidate"; return; fi
+        if is_supported "$candidate"; then command -v "$candidate"; return; fi
     done
     return 1
 }
 
-if ! kept || ! "$python" -m pip --version >/dev/null 2>&1; then
+make_venv() { rm -rf "$venv" && "$base" -m venv "$venv"; }
+
+install_venv_package() {  # Debian and Ubuntu keep what makes a venv in a package of its own
+    package=python$("$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv
+    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 && say "installing $package" && apt-get update -qq >&2 &&
+        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package" >&2
+}
+
+if ! venv_has_right_python || ! "$python" -m pip --version >/dev/null 2>&1; then
     base=$(find_python) || die "needs Python 3.11 to 3.14; found ${PYTHON:-python3} =" \
         "$("${PYTHON:-python3}" --version 2>/dev/null || echo none). Install one, or name it: make PYTHON=/path/to/python3.12"
     say "making $venv with $base ($("$base" --version))"
-    made() { rm -rf "$venv" && "$base" -m venv "$venv"; }
-    made || {  # Debian and Ubuntu keep what makes one in a package of its own
-        package=python$("$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv
-        [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 && say "installing $package" && apt-get update -qq >&2 &&
-            DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package" >&2 && made
-    } || die "$base cannot make a virtual environment (reason above): sudo apt-get install $package"
+    make_venv || { install_venv_package && make_venv; } ||
+        die "$base cannot make a virtual environment (reason above): sudo apt-get install $package"
 fi
 rm -f "$stamp"
 
-install_torch() {
-    here=$("$python" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null) || here=none
-    case "$gpu $here, $builds " in
-        "yes "*+cpu,*) ;;
-        *" torch==${here%+*} "*) return ;;
-    esac
-    say "installing the first that can be had of $builds"
-    if [ "$cpu" = no ]; then
-        "$python" -m pip install -qq --force-reinstall --no-deps "$builds"  # what it needs comes with the rest
-        return
-    fi
-    for torch in $builds; do  # PyPI has no CPU builds, other indexes some; PyTorch's own, which uv knows, each
-        "$python" -m pip install -qq "$torch+cpu" 2>/dev/null && return
+install_cpu_build() {  # PyPI has none, other indexes some; PyTorch's own, which uv knows, has each
+    for build in $1; do
+        "$python" -m pip install -qq "$build+cpu" 2>/dev/null && return
     done
     "$python" -m pip install -qq uv
-    "$python" -m uv pip install -q --python "$python" --torch-backend=cpu "${builds%% *}"
+    "$python" -m uv pip install -q --python "$python" --torch-backend=cpu "${1%% *}"
+}
+
+install_torch() {
+    builds=${torch:-$pinned_torch}
+    cpu=no
+    if [ "$gpu" = no ] && [ -z "$torch" ] && [ "$(uname -s)" = Linux ]; then
+        cpu=yes
+        listed=$(sed -n 's/^# without a GPU: //p' "$pins")
+        builds=${listed:-$builds}
+    fi
+    installed=$("$python" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null) || installed=none
+    # On a GPU a CPU build counts as none.
+    case "$gpu $installed" in "yes "*+cpu) installed=none ;; esac
+    case " $builds " in *" torch==${installed%+*} "*) return ;; esac
+    say "installing the first that can be had of $builds"
+    if [ "$cpu" = yes ]; then
+        install_cpu_build "$builds"
+    else
+        "$python" -m pip install -qq --force-reinstall --no-deps "$builds"  # what it needs comes with the rest
+    fi
 }
 install_torch || die "no build of torch for this machine could be installed (reason above)." \
     "The CUDA build runs on a CPU as well, and takes about 6 GB: make TORCH=$pinned_torch"
 
 # A torch that was asked for and is too old: pip would replace it, and say nothing.
-[ -z "${TORCH:-}" ] || "$python" lib/cs336_systems/versions.py >/dev/null
+[ -z "$torch" ] || "$python" lib/cs336_systems/versions.py >/dev/null
+
+# The pins but torch's; a torch that was asked for brings its own triton, too.
+others=$(mktemp)
+trap 'rm -f "$others"' EXIT
+sed -E "/^(torch${torch:+|triton})==/d" "$pins" >"$others"
 
 say "installing the workbook and what it stands on"
 "$python" -m pip install -qq -c "$others" -e '.[dev,site]' || die "pip failed (reason above); make continues where it stopped"

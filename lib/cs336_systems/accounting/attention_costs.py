@@ -89,5 +89,5 @@ def flash_bytes(
     Each row's logsumexp, in float32, is written forward and read backward.
     """
     logsumexps = 2 if pass_ == "forward_backward" else 1
-    row = _FORWARDS[pass_] * 4 * dtype_bytes(dtype) * d_head + logsumexps * FLOAT32_BYTES
-    return sequences * context_length * row
+    row_bytes = _FORWARDS[pass_] * 4 * dtype_bytes(dtype) * d_head + logsumexps * FLOAT32_BYTES
+    return sequences * context_length * row_bytes

@@ -26,8 +26,10 @@ def bus_factor(collective: str, world_size: int) -> float:
     In an all-reduce each of the n parts crosses n - 1 links to be summed, and again to be spread.
     """
     check_choice("collective", collective, COLLECTIVES)
+    if collective == "broadcast":
+        return 1.0
     around = (world_size - 1) / world_size
-    return {"all_reduce": 2 * around, "broadcast": 1.0}.get(collective, around)
+    return 2 * around if collective == "all_reduce" else around
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,12 @@ def fit_alpha_beta(message_bytes: Sequence[float], seconds: Sequence[float]) -> 
     largest = sizes.max()
     columns = np.stack([1 / times, sizes / largest / times], axis=1)
     line = np.linalg.lstsq(columns, np.ones(len(times)))[0]
-    # If one is below zero, the best fit lies on the border, with that one at zero.
+    # If one is below zero, the best fit lies on the border: with that one at zero, a line of the other alone.
     if line.min() < 0:
-        kept = columns[:, line.argmax()]
-        line = np.where(line < 0, 0.0, kept.sum() / np.square(kept).sum())
+        other = line.argmax()
+        column = columns[:, other]
+        line = np.zeros(2)
+        line[other] = column.sum() / np.square(column).sum()
     residuals = columns @ line - 1
     alpha, beta = line.tolist()
     return AlphaBeta(alpha, beta / float(largest), tuple(residuals.tolist()))
@@ -83,9 +87,10 @@ def fit_collective(
     rows, *, collective: str = "all_reduce", world_size: int = 2, backend: str = "nccl"
 ) -> AlphaBeta:
     """The fit of the median times of one collective, in a frame with rows of collective_times."""
-    same = {"collective": collective, "world_size": world_size, "backend": backend, "status": "ok"}
-    is_same = rows[list(same)] == list(same.values())
-    measured = rows[is_same.all(axis=1)].sort_values("message_mb")
+    measured = rows.query(
+        "collective == @collective and world_size == @world_size"
+        " and backend == @backend and status == 'ok'"
+    ).sort_values("message_mb")
     return fit_alpha_beta(measured["message_mb"] * MB, measured["p50_ms"] / 1e3)
 
 

@@ -30,14 +30,14 @@ class Counts:
         check_positive_integers(batch_size=batch_size, context_length=context_length)
         self.config = config
         self.layers = config.num_layers
-        self.width = dtype_bytes(dtype)  # bytes of an element that is computed in `dtype`
-        # Bytes of an element in a copy that autocast makes: none in float32, where it makes no copies.
-        self.copy_width = self.width if self.width < FLOAT32_BYTES and not casts else 0
-        self.stream_width = self.width if casts else FLOAT32_BYTES  # of the residual stream
+        self.itemsize = dtype_bytes(dtype)  # of an element that is computed in `dtype`
+        # Of an element in a copy that autocast makes: 0 where it makes none, as in float32.
+        self.copy_itemsize = self.itemsize if self.itemsize < FLOAT32_BYTES and not casts else 0
+        self.stream_itemsize = self.itemsize if casts else FLOAT32_BYTES  # of the residual stream
         self.fused_attention = fused_attention
         self.heads_last = heads_last
         self.tokens = batch_size * context_length
-        # The residual stream, and all as wide as the model: B T D.
+        # The residual stream, and all that has its shape: B T D.
         self.stream = self.tokens * config.d_model
         # Every activation inside the feed-forward layer: B T F.
         self.hidden = self.tokens * config.d_ff
@@ -45,8 +45,8 @@ class Counts:
         self.scores = self.rows * context_length  # of all heads of one layer: B H T^2
         self.mask = context_length**2
         self.logits = self.tokens * config.vocab_size
-        self.projection = config.d_model**2  # weight of one of attention's four projections
-        self.feed_forward = config.d_model * config.d_ff  # weight of one of the three matrices
-        self.head = config.vocab_size * config.d_model  # weight of the output head
+        self.projection_weight = config.d_model**2  # of one of attention's four
+        self.feed_forward_weight = config.d_model * config.d_ff  # of one of w1, w2, w3
+        self.head_weight = config.vocab_size * config.d_model
         # The matrices of one block.
-        self.block_weights = 4 * self.projection + 3 * self.feed_forward
+        self.block_weights = 4 * self.projection_weight + 3 * self.feed_forward_weight

@@ -41,11 +41,11 @@ def flops_breakdown(config: ModelConfig, batch_size: int, context_length: int) -
     n = Counts(config, batch_size, context_length)
     scores = 2 * n.layers * n.stream * context_length
     return {
-        "attention_projections": 8 * n.layers * n.tokens * n.projection,
+        "attention_projections": 8 * n.layers * n.tokens * n.projection_weight,
         "attention_scores": scores,
         "attention_values": scores,
-        "feed_forward": 6 * n.layers * n.tokens * n.feed_forward,
-        "lm_head": 2 * n.tokens * n.head,
+        "feed_forward": 6 * n.layers * n.tokens * n.feed_forward_weight,
+        "lm_head": 2 * n.tokens * n.head_weight,
     }
 
 

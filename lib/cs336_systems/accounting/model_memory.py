@@ -8,8 +8,6 @@ Left out of the peak, because small: the rotary tables, token ids, temporaries w
 the allocator and the matrix library keep for themselves.
 """
 
-from itertools import takewhile
-
 from cs336_systems.accounting.checkpoint_costs import (
     Schedule,
     saved_after_forward,
@@ -32,11 +30,11 @@ def saved_by_block(n: Counts) -> dict[str, int]:
     Parameters themselves are not counted; the 16-bit copies that autocast makes of them are. Autocast also
     copies the input of linear layers, once for every layer that reads it.
     """
-    autocast = n.copy_width > 0
+    autocast = n.copy_itemsize > 0
     stream = FLOAT32_BYTES * n.stream
     inverse_rms = FLOAT32_BYTES * n.tokens
-    layer_input = n.width * n.stream
-    hidden = n.width * n.hidden
+    layer_input = n.itemsize * n.stream
+    hidden = n.itemsize * n.hidden
     before_scores = {
         "ln1 input": stream,
         "ln1 1/rms": inverse_rms,
@@ -48,11 +46,11 @@ def saved_by_block(n: Counts) -> dict[str, int]:
         "causal mask": n.mask,
         "softmax exponentials": FLOAT32_BYTES * n.scores,
         "softmax row sums": FLOAT32_BYTES * n.rows,
-        "attention weights": n.width * n.scores,
+        "attention weights": n.itemsize * n.scores,
     }
     fused = {"attention output": layer_input, "logsumexp of scores": FLOAT32_BYTES * n.rows}
     after_scores = {
-        "output projection input": layer_input * (not n.heads_last),
+        "output projection input": 0 if n.heads_last else layer_input,
         "ln2 input": stream,
         "ln2 1/rms": inverse_rms,
         "ln2 normalised": stream,
@@ -64,7 +62,7 @@ def saved_by_block(n: Counts) -> dict[str, int]:
         "silu": hidden,
         "w3 output": hidden,
         "w2 input": hidden,
-        "weight copies": n.copy_width * n.block_weights,
+        "weight copies": n.copy_itemsize * n.block_weights,
     }
     scores = fused if n.fused_attention else plain
     return before_scores | scores | after_scores | feed_forward
@@ -77,10 +75,10 @@ def saved_by_head(n: Counts) -> dict[str, int]:
         "ln_final input": stream,
         "ln_final 1/rms": FLOAT32_BYTES * n.tokens,
         "ln_final normalised": stream,
-        "output head input": n.width * n.stream,
+        "output head input": n.itemsize * n.stream,
         "logits": FLOAT32_BYTES * n.logits,
         "logsumexp": FLOAT32_BYTES * n.tokens,
-        "weight copies": n.copy_width * n.head,
+        "weight copies": n.copy_itemsize * n.head_weight,
     }
 
 
@@ -116,14 +114,29 @@ def peak_phases(
     """Bytes alive in each phase that can have the peak; which one has it depends on the shape."""
     check_choice("pass", pass_, PASSES)
     n = Counts(config, batch_size, context_length, dtype)
-    schedule = tuple(range(n.layers)) if schedule is None else schedule
-    resident = parameter_bytes(config)
-    phases = _forward_phases(n) if pass_ == "forward" else _training_phases(n, schedule)
+    parameters = parameter_bytes(config)
+    if pass_ == "forward":
+        phases = _forward_phases(n)
+    else:
+        phases = _training_phases(n, tuple(range(n.layers)) if schedule is None else schedule)
+    moments = 0
     if pass_ == "train_step":
-        resident *= 3
-        # AdamW's one temporary is as large as the largest weight.
-        phases["optimizer"] = parameter_bytes(config) + FLOAT32_BYTES * max(n.head, n.feed_forward)
-    return {name: resident + alive for name, alive in phases.items()}
+        moments = 2 * parameters
+        # All gradients, and AdamW's one temporary, as large as the largest weight.
+        phases["optimizer"] = parameters + FLOAT32_BYTES * max(n.head_weight, n.feed_forward_weight)
+    return {name: parameters + moments + alive for name, alive in phases.items()}
+
+
+def head_phases(n: Counts, saved_by_blocks: int) -> dict[str, int]:
+    """Bytes alive where backward begins.
+
+    loss: everything saved, and three temporaries of the logits' size.
+    output head: everything saved, the gradients of its weight and input.
+    """
+    saved = saved_by_blocks + sum(saved_by_head(n).values())
+    logits = FLOAT32_BYTES * n.logits
+    gradients = n.itemsize * (n.logits + n.head_weight) + n.stream_itemsize * n.stream
+    return {"loss": saved + 3 * logits, "output head": saved - logits + gradients}
 
 
 def _forward_phases(n):
@@ -133,63 +146,59 @@ def _forward_phases(n):
     score; the mask. feed-forward: the stream before and after attention, its norm; three hidden tensors.
     output head: the stream, its norm (16 bit: and a copy), the logits.
     """
-    blocks = n.layers * n.block_weights
-    copies = n.copy_width * (blocks - n.feed_forward)
-    streams = (2 * FLOAT32_BYTES + 5 * n.width) * n.stream
-    quotient = 3 * FLOAT32_BYTES * n.scores + n.mask
-    logits = n.width * n.logits + n.copy_width * (n.head + n.stream)
-    in_attention = copies - n.copy_width * (n.projection + 2 * n.feed_forward)
+    stream = FLOAT32_BYTES * n.stream
+    attention = 2 * stream + 5 * n.itemsize * n.stream + 3 * FLOAT32_BYTES * n.scores + n.mask
+    feed_forward = 3 * stream + 3 * n.itemsize * n.hidden
+    output_head = 2 * stream + n.copy_itemsize * n.stream + n.itemsize * n.logits
+    # Weights that have been copied by then, in the last block.
+    all_blocks = n.layers * n.block_weights
+    before_attention = all_blocks - n.projection_weight - 3 * n.feed_forward_weight
+    before_w2 = all_blocks - n.feed_forward_weight
     return {
-        "attention": in_attention + streams + quotient,
-        "feed-forward": copies + 3 * FLOAT32_BYTES * n.stream + 3 * n.width * n.hidden,
-        "output head": n.copy_width * blocks + 2 * FLOAT32_BYTES * n.stream + logits,
+        "attention": attention + n.copy_itemsize * before_attention,
+        "feed-forward": feed_forward + n.copy_itemsize * before_w2,
+        "output head": output_head + n.copy_itemsize * (all_blocks + n.head_weight),
     }
 
 
 def _training_phases(n, schedule):
     """Going back, saved activations leave and gradients arrive, so the peak is near one of the two ends.
 
-    in forward: what it would need without autograd, and what the blocks before have saved.
-    loss: everything saved, and three temporaries of the logits' size.
-    output head: everything saved, the gradients of its weight and input.
-    final norm: what the blocks saved, its input, and five temporaries of the stream's size.
+    final norm: what the blocks saved, its input, five temporaries of the stream's size, the head's gradient.
     a block: what is saved besides it, the gradients of the blocks behind it and of the head.
     embedding: all gradients, and that of the stream.
     """
-    others = saved_in_backward(schedule)
-    if len(others) != n.layers:
-        raise ValueError(f"the schedule has {len(others)} blocks, and the model {n.layers}")
+    saved_besides = saved_in_backward(schedule)
+    if len(saved_besides) != n.layers:
+        raise ValueError(f"the schedule has {len(saved_besides)} blocks, and the model {n.layers}")
     stream = FLOAT32_BYTES * n.stream
-    block_saves = sum(saved_by_block(n).values())
-
-    def bytes_of(saved):
-        return saved.blocks * block_saves + saved.inputs * stream
-
-    def saved_by_forward(schedule):
-        """What blocks saved, less the weights' copies: `_forward_phases` has those of all blocks."""
-        saved = saved_after_forward(schedule)
-        return bytes_of(saved) - n.copy_width * saved.blocks * n.block_weights
-
-    saved_by_blocks = bytes_of(saved_after_forward(schedule))
-    saved = saved_by_blocks + sum(saved_by_head(n).values())
-    forward = _forward_phases(n)
-    head_gradients = (n.width - FLOAT32_BYTES) * n.logits + n.width * n.head + stream
-    phases = {
-        "attention, forward": forward["attention"] + saved_by_forward(schedule[:-1]),
-        "output head, forward": forward["output head"] + saved_by_forward(schedule),
-    }
-    phases |= {
-        "loss": saved + 3 * FLOAT32_BYTES * n.logits,
-        "output head": saved + head_gradients,
-        "final norm": saved_by_blocks + FLOAT32_BYTES * (6 * n.stream + n.head),
-        "embedding": parameter_bytes(n.config) + stream,
-    }
+    saved_by_blocks = _saved_bytes(n, saved_after_forward(schedule))
+    phases = _saving_phases(n, schedule) | head_phases(n, saved_by_blocks)
+    phases["final norm"] = saved_by_blocks + 6 * stream + FLOAT32_BYTES * n.head_weight
+    phases["embedding"] = parameter_bytes(n.config) + stream
     last = n.layers - 1
-    for block, of_others in enumerate(others):
+    for block, saved in enumerate(saved_besides):
         where = {last: "last block", 0: "first block"}.get(block, f"block {block}")
-        gradients = FLOAT32_BYTES * (n.head + (last - block) * n.block_weights)
+        gradients = FLOAT32_BYTES * (n.head_weight + (last - block) * n.block_weights)
         for part, alive in _block_phases(n).items():
-            phases[f"{part}, {where}"] = bytes_of(of_others) + alive + gradients
+            phases[f"{part}, {where}"] = _saved_bytes(n, saved) + alive + gradients
+    return phases
+
+
+def _saved_bytes(n, saved):
+    block = sum(saved_by_block(n).values())
+    return saved.blocks * block + saved.inputs * FLOAT32_BYTES * n.stream
+
+
+def _saving_phases(n, schedule):
+    """In forward: what it would need without autograd, and what the blocks before have saved."""
+    without_autograd = _forward_phases(n)
+    phases = {}
+    for part, before in (("attention", schedule[:-1]), ("output head", schedule)):
+        saved = saved_after_forward(before)
+        # Without autograd, too, the copies of weights are kept: they count once.
+        copies = n.copy_itemsize * saved.blocks * n.block_weights
+        phases[f"{part}, forward"] = without_autograd[part] + _saved_bytes(n, saved) - copies
     return phases
 
 
@@ -201,15 +210,17 @@ def _block_phases(n):
     left, but its gradient, as large, is there.
     """
     saved = saved_by_block(n)
-    before_weights = takewhile(lambda name: name != "attention weights", saved)
     stream_gradient = FLOAT32_BYTES * n.stream
-    gradient_of_w2 = FLOAT32_BYTES * n.feed_forward - n.copy_width * n.feed_forward
-    gradients_of_weights = FLOAT32_BYTES * (n.projection + 3 * n.feed_forward)
-    copies = n.copy_width * 3 * n.projection
+    # The gradient of w2 has taken the place of its copy.
+    w2 = (FLOAT32_BYTES - n.copy_itemsize) * n.feed_forward_weight
+    at_product = sum(saved.values()) + 2 * n.itemsize * n.hidden + w2
+    names = list(saved)
+    before_weights = names[: names.index("attention weights")]
     scores = 5 * FLOAT32_BYTES * n.scores
-    at_scores = sum(saved[name] for name in before_weights) + scores + copies
-    at_product = sum(saved.values()) + 2 * n.width * n.hidden
+    copies = n.copy_itemsize * 3 * n.projection_weight
+    gradients = FLOAT32_BYTES * (n.projection_weight + 3 * n.feed_forward_weight)
+    at_softmax = sum(saved[name] for name in before_weights) + scores + copies + gradients
     return {
-        "feed-forward": at_product + gradient_of_w2 + stream_gradient,
-        "softmax": at_scores + gradients_of_weights + stream_gradient,
+        "feed-forward": at_product + stream_gradient,
+        "softmax": at_softmax + stream_gradient,
     }

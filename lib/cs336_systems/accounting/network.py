@@ -27,15 +27,17 @@ def ring_seconds(
         bytes_per_s: of each device's link, or of all; one smaller entry is a slow link.
         hop_s: latency of a message.
     """
-    sending = message_bytes / devices / np.broadcast_to(bytes_per_s, devices)
+    sending_s = message_bytes / devices / np.broadcast_to(bytes_per_s, devices)
     rounds = _TURNS[collective] * (devices - 1)
     clocks = np.zeros(devices)
     for done in range(1, rounds + 1):
-        left = np.maximum(clocks, np.roll(clocks, -1)) + sending
-        took = np.maximum(left, np.roll(left + hop_s, 1)) - clocks
-        clocks = clocks + took
+        starts = np.maximum(clocks, np.roll(clocks, -1))
+        departures = starts + sending_s
+        arrivals = np.roll(departures + hop_s, 1)
+        round_s = np.maximum(departures, arrivals) - clocks
+        clocks = clocks + round_s
         # Then so will all that follow.
-        if (took == took[0]).all():
-            clocks += (rounds - done) * took
+        if (round_s == round_s[0]).all():
+            clocks += (rounds - done) * round_s
             break
     return float(clocks.max())

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from cs336_systems.accounting.collective_costs import MB
 from cs336_systems.accounting.element_counts import FLOAT32_BYTES, Counts, dtype_bytes
 from cs336_systems.accounting.flops import parameter_breakdown, parameter_count
-from cs336_systems.accounting.model_memory import saved_by_block, saved_by_head
+from cs336_systems.accounting.model_memory import head_phases, saved_by_block
 from cs336_systems.configs import ModelConfig
 from cs336_systems.sharding import SHARDED, Sharding
 
@@ -43,16 +43,16 @@ def sent_bytes(
     """Bytes that a rank sends in a step, by collective (see `rank_bytes`)."""
     numbers = parameter_count(config)
     if "parameters" in sharding.shards:
-        replicated = _count(config, sharding.replicates)
-        low = dtype_bytes(dtype) * (numbers - replicated)
+        replicated = _numbers_in(config, sharding.replicates)
+        sharded = dtype_bytes(dtype) * (numbers - replicated)
         # What stays from forward to backward is gathered once, all else for both.
-        stays = dtype_bytes(dtype) * _count(config, sharding.stays)
-        sizes = {"all_gather": 2 * low - stays, "reduce_scatter": low}
+        stays = dtype_bytes(dtype) * _numbers_in(config, sharding.stays)
+        sizes = {"all_gather": 2 * sharded - stays, "reduce_scatter": sharded}
         if replicated:
             sizes["all_reduce"] = FLOAT32_BYTES * replicated
     else:
-        width = dtype_bytes(dtype) if sharding.rounds else FLOAT32_BYTES
-        sizes = dict.fromkeys(sharding.sends, width * numbers)
+        itemsize = dtype_bytes(dtype) if sharding.rounds else FLOAT32_BYTES
+        sizes = dict.fromkeys(sharding.sends, itemsize * numbers)
     return {name: rank_bytes(name, size, world_size) for name, size in sizes.items()}
 
 
@@ -60,27 +60,29 @@ def gathered_units(
     config: ModelConfig, sharding: Sharding, dtype: str = "float32"
 ) -> dict[str, dict[str, int]]:
     """What is gathered in each pass, in its order: by the name of the module, the bytes of its weights."""
-    if not sharding.unit:
-        return {"forward": {}, "backward": {}}
+    units = _units(config, sharding) if sharding.unit else {}
+    forward = {unit: dtype_bytes(dtype) * numbers for unit, numbers in units.items()}
+    again = {unit: size for unit, size in forward.items() if unit not in sharding.stays}
+    return {"forward": forward, "backward": dict(reversed(again.items()))}
+
+
+def _units(config, sharding):
+    """How many numbers each unit has, by the name of its module, in the order of the forward."""
     d = config.d_model
-    embedding = config.vocab_size * d
     projections = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.output_proj")
     weights = dict.fromkeys(projections, d * d)
     weights |= dict.fromkeys(("ffn.w1", "ffn.w3", "ffn.w2"), d * config.d_ff)
     norms = 0 if "norms" in sharding.replicates else 2 * d
-    units = {"token_embeddings": embedding}
+    blocks = {}
     for block in range(config.num_layers):
         if sharding.unit == "weight":
-            units |= {f"layers.{block}.{name}": size for name, size in weights.items()}
+            blocks |= {f"layers.{block}.{name}": numbers for name, numbers in weights.items()}
         else:
-            units[f"layers.{block}"] = sum(weights.values()) + norms
+            blocks[f"layers.{block}"] = sum(weights.values()) + norms
+    embedding = config.vocab_size * d  # and so much has the head
     if "token_embeddings" in sharding.stays:  # one unit with all that is around the blocks
-        units["token_embeddings"] += d + embedding
-    else:
-        units["lm_head"] = embedding
-    forward = {unit: dtype_bytes(dtype) * size for unit, size in units.items()}
-    again = [unit for unit in reversed(forward) if unit not in sharding.stays]
-    return {"forward": forward, "backward": {unit: forward[unit] for unit in again}}
+        return {"token_embeddings": 2 * embedding + d} | blocks
+    return {"token_embeddings": embedding} | blocks | {"lm_head": embedding}
 
 
 def held_bytes(
@@ -96,19 +98,14 @@ def held_bytes(
         batch_size: sequences of this rank.
         device: "cuda", whose float32 attention lays its output out as the next projection reads it, or "cpu".
     """
-    replicated = FLOAT32_BYTES * _count(config, sharding.replicates)
     whole = FLOAT32_BYTES * parameter_count(config)
+    replicated = FLOAT32_BYTES * _numbers_in(config, sharding.replicates)
     share = replicated + (whole - replicated) / world_size
-    parameters, gradients, state = (share if name in sharding.shards else whole for name in SHARDED)
-    rotary = FLOAT32_BYTES * context_length * config.d_head
     tokens = TOKEN_BYTES * batch_size * context_length
-    held = {
-        "parameters": parameters + rotary,
-        "gradients": gradients,
-        "optimizer state": 2 * state,
-        "rest": tokens,
-    }
-    is_float32 = dtype_bytes(dtype) == FLOAT32_BYTES
+    held = {name: share if name in sharding.shards else whole for name in SHARDED}
+    held["parameters"] += FLOAT32_BYTES * context_length * config.d_head  # rotary tables
+    held["optimizer state"] *= 2  # two moments
+    held["rest"] = tokens
     n = Counts(
         config,
         batch_size,
@@ -116,15 +113,15 @@ def held_bytes(
         dtype,
         casts=sharding.casts,
         fused_attention=True,
-        heads_last=device == "cuda" and is_float32,
+        heads_last=device == "cuda" and dtype_bytes(dtype) == FLOAT32_BYTES,
     )
-    peak_gradients, rest = max(peak_phases(n, sharding, world_size).values(), key=sum)
+    gradients, rest = max(peak_phases(n, sharding, world_size).values(), key=sum)
     without_state = held | {"optimizer state": 0.0}
     return {
         "initialised": without_state | {"gradients": 0.0},
         "before step": without_state,
         "after step": held,
-        "peak": held | {"gradients": peak_gradients, "rest": tokens + rest},
+        "peak": held | {"gradients": gradients, "rest": tokens + rest},
     }
 
 
@@ -139,30 +136,38 @@ def peak_phases(n: Counts, sharding: Sharding, world_size: int) -> dict[str, tup
     them the weights that are whole, and the whole gradients of the unit before, which are being reduced. What
     stays gathered is freed with its gradients, except where it is one unit with the embedding.
     """
+    if "gradients" in sharding.shards:
+        return _sharded_phases(n, sharding, world_size)
+    saved_by_blocks = n.layers * sum(saved_by_block(n).values())
+    alive = head_phases(n, saved_by_blocks)
+    alive["last block"] = saved_by_blocks + _block_temporaries(n)
+    gradients = FLOAT32_BYTES * parameter_count(n.config)
+    return {phase: (gradients, rest) for phase, rest in alive.items()}
+
+
+def _block_temporaries(n):
+    return n.stream_itemsize * n.stream + n.itemsize * (2 * n.hidden + n.feed_forward_weight)
+
+
+def _sharded_phases(n, sharding, world_size):
+    """`peak_phases` where parameters and gradients are sharded."""
+    unit = n.itemsize * (n.feed_forward_weight if sharding.unit == "weight" else n.block_weights)
+    ahead = sharding.ahead * unit
+    stays = n.itemsize * _numbers_in(n.config, sharding.stays)
+    in_block = _block_temporaries(n)
+    if sharding.copies:
+        # Before it computes, a unit that was copied from its buffer is there twice.
+        in_block = max(in_block, n.stream_itemsize * n.stream + unit) + stays
     block = sum(saved_by_block(n).values())
-    blocks = n.layers * block
-    saved = blocks + sum(saved_by_head(n).values())
-    stream = n.stream_width * n.stream
-    logits = FLOAT32_BYTES * n.logits
-    loss = saved + 3 * logits
-    output_head = saved - logits + n.width * (n.logits + n.head) + stream
-    in_block = 2 * n.width * n.hidden + stream + n.width * n.feed_forward
-    if "gradients" not in sharding.shards:
-        whole = FLOAT32_BYTES * parameter_count(n.config)
-        phases = {"loss": loss, "output head": output_head, "last block": blocks + in_block}
-        return {name: (whole, rest) for name, rest in phases.items()}
-    unit = n.width * (n.feed_forward if sharding.unit == "weight" else n.block_weights)
-    stays = n.width * _count(n.config, sharding.stays)
-    computing = in_block + (1 + sharding.ahead) * unit
-    copying = stream + (2 + sharding.ahead) * unit if sharding.copies else 0
-    whole = max(computing, copying) + (stays if sharding.copies else 0)
-    head_share = FLOAT32_BYTES * n.head / world_size
+    alive = head_phases(n, n.layers * block)
+    # The last terms: the whole gradients of the unit before.
+    last_block = n.layers * block + in_block + unit + ahead + n.itemsize * n.head_weight
+    first_block = block + in_block + unit + ahead + unit
+    head_share = FLOAT32_BYTES * n.head_weight / world_size
     blocks_share = FLOAT32_BYTES * (n.layers - 1) * n.block_weights / world_size
-    last_block = blocks + n.width * n.head + whole
-    first_block = block + unit + whole
     return {
-        "loss": (0.0, loss + stays),
-        "output head": (0.0, output_head + stays + sharding.ahead * unit),
+        "loss": (0.0, alive["loss"] + stays),
+        "output head": (0.0, alive["output head"] + stays + ahead),
         "last block": (0.0 if sharding.copies else head_share, last_block),
         "first block": (head_share + blocks_share, first_block),
     }
@@ -186,19 +191,19 @@ def message_rows(
     messages: Iterable[tuple[str, int]], predicted: Mapping[str, float], world_size: int
 ) -> list[dict]:
     """What a rank sends in a step, from (collective, bytes) of its messages, beside that of `sent_bytes`."""
-    sizes = {name: [] for name in predicted}
+    sent = {name: [] for name in predicted}
     for collective, size in messages:
-        sizes.setdefault(collective, []).append(rank_bytes(collective, size, world_size))
+        sent.setdefault(collective, []).append(rank_bytes(collective, size, world_size))
     return [
         {
             "collective": name,
-            "calls": len(sent),
-            "sent_mb": sum(sent) / MB,
+            "calls": len(sizes),
+            "sent_mb": sum(sizes) / MB,
             "predicted_sent_mb": predicted.get(name, 0.0) / MB,
         }
-        for name, sent in sizes.items()
+        for name, sizes in sent.items()
     ]
 
 
-def _count(config, parts):
+def _numbers_in(config, parts):
     return sum(parameter_breakdown(config)[part] for part in parts)
