@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 from tokens import Count, count, long_statements, starred_displays, total
@@ -29,18 +30,17 @@ def limits() -> dict[str, dict]:
 @cache
 def files() -> dict[Path, Count]:
     """Every program, its path from the top of the repository."""
-    paths = [
-        path for top in ("lib", "notebooks", "tests") for path in (REPOSITORY / top).rglob("*.*")
-    ]
-    programs = [path for path in paths if path.suffix in (".py", ".sh", ".js")]
-    return {
-        path.relative_to(REPOSITORY): count(path.read_text(encoding="utf-8")) for path in programs
-    }
+    counts = {}
+    for top in ("lib", "notebooks", "tests"):
+        for path in (REPOSITORY / top).rglob("*.*"):
+            if path.suffix in (".py", ".sh", ".js"):
+                counts[path.relative_to(REPOSITORY)] = count(path.read_text(encoding="utf-8"))
+    return counts
 
 
 def below(folder: str) -> Count:
     """All programs in a folder and below it."""
-    return total([counted for path, counted in files().items() if path.is_relative_to(folder)])
+    return total([of_file for path, of_file in files().items() if path.is_relative_to(folder)])
 
 
 def room_of(path: Path) -> str:
@@ -53,7 +53,7 @@ def rooms() -> dict[str, Count]:
     """Every room by what lies in it, and not in a room below it."""
     names = sorted({room_of(path) for path in files()})
     return {
-        name: total([counted for path, counted in files().items() if room_of(path) == name])
+        name: total([of_file for path, of_file in files().items() if room_of(path) == name])
         for name in names
     }
 
@@ -74,48 +74,58 @@ def calls(source: str) -> list[str]:
     return re.findall(r"^\s*(answer|solution)\(", source, re.MULTILINE)
 
 
+def _tags(cell):
+    return cell["metadata"].get("tags", [])
+
+
 def kind(cell: dict, source: str) -> str:
     """Of a code cell: parameters, imports and checkers are shown even where they are folded."""
-    tags = set(cell["metadata"].get("tags", []))
-    is_shown = "hide-input" not in tags or tags & {"parameters", "checker"}
+    is_shown = "hide-input" not in _tags(cell) or {"parameters", "checker"} & set(_tags(cell))
     if is_shown or source.lstrip().startswith(("import ", "from ")):
         return "shown"
     return "answers" if calls(source) else "plumbing"
 
 
+class CodeCell(NamedTuple):
+    """A code cell: the number of its notebook, one of KINDS, and what is in it."""
+
+    notebook: str
+    kind: str
+    count: Count
+
+
 @cache
-def code_cells() -> list[tuple[str, str, Count]]:
-    """Of every code cell the number of its notebook, its kind, and what is in it."""
+def code_cells() -> list[CodeCell]:
+    """Of all notebooks."""
     return [
-        (number, kind(cell, source), count(source))
+        CodeCell(number, kind(cell, source), count(source))
         for number, cell, source in cells()
         if cell["cell_type"] == "code"
     ]
 
 
-def of_kind(name: str, number: str = "") -> Count:
-    """Code of a kind, in all notebooks or in one."""
-    return total([cell for of, each, cell in code_cells() if each == name and number in (of, "")])
+def of_kind(name: str, among: list[CodeCell]) -> Count:
+    """The code of one of KINDS among some cells."""
+    return total([cell.count for cell in among if cell.kind == name])
 
 
 def words() -> int:
-    """What a page says: its text and what its answers say, which stands in their outputs.
-
-    What it says in short is its headline, counted there.
-    """
-    texts = [
-        source
-        for _, cell, source in cells()
-        if cell["cell_type"] == "markdown" and "in-short" not in cell["metadata"].get("tags", [])
-    ]
-    for _, cell, source in cells():
-        if cell["cell_type"] == "code" and calls(source):
-            shown = [
-                "".join(output.get("data", {}).get("text/markdown", []))
-                for output in cell["outputs"]
-            ]
-            texts.extend(re.sub(r"<[^>]+>", " ", text) for text in shown)
+    """What pages say."""
+    texts = [text for _, cell, source in cells() for text in texts_of(cell, source)]
     return sum(len(text.split()) for text in texts)
+
+
+def texts_of(cell: dict, source: str) -> list[str]:
+    """What a cell says: its text, or what its answers say, which stands in its outputs.
+
+    What a page says in short is its headline, counted there.
+    """
+    if cell["cell_type"] == "markdown":
+        return [] if "in-short" in _tags(cell) else [source]
+    if not calls(source):
+        return []
+    shown = [output.get("data", {}).get("text/markdown", []) for output in cell["outputs"]]
+    return [re.sub(r"<[^>]+>", " ", "".join(lines)) for lines in shown]
 
 
 def places(find: Callable[[str], list[int]]) -> list[str]:
@@ -128,56 +138,71 @@ def places(find: Callable[[str], list[int]]) -> list[str]:
 def densest(is_kernel: bool) -> float:
     """Tokens a code line of the densest file: of Gluon kernels, or of the others."""
     return max(
-        counted.density
-        for path, counted in files().items()
+        of_file.density
+        for path, of_file in files().items()
         if path.name.startswith("hopper_") == is_kernel
     )
 
 
-@cache
 def totals() -> dict[str, float]:
     """By the names that the limits have."""
+    return _of_programs() | _of_notebooks() | _densities()
+
+
+def _of_programs():
+    """How much library there is and how many tests, and what no style allows in them."""
     solutions = below("tests/solutions").tokens
-    code = [cell for _, _, cell in code_cells()]
-    answers = [calls(source).count("answer") for _, _, source in cells()]
-    counted: dict[str, float] = {
+    return {
         "library": below("lib").tokens,
         "tests": below("tests").tokens - solutions,
         "tests/solutions": solutions,
+        "long statements": len(places(long_statements)),
+        "starred displays": len(places(starred_displays)),
     }
-    counted |= {
-        "notebooks": total(code).tokens + below("notebooks").tokens,
-        "notebooks: folded plumbing": of_kind("plumbing").tokens,
+
+
+def _of_notebooks():
+    """How much code there is in notebooks, and how much text."""
+    code = [cell.count for cell in code_cells()]
+    tokens = total(code).tokens + below("notebooks").tokens
+    answers = [calls(source).count("answer") for _, _, source in cells()]
+    return {
+        "notebooks": tokens,
+        "notebooks: folded plumbing": of_kind("plumbing", code_cells()).tokens,
         "notebooks: words": words(),
         "notebooks: answers": sum(answers),
         "notebooks: cells of more than 220 tokens": sum(cell.tokens > 220 for cell in code),
     }
-    counted |= {
-        "notebooks: density of shown code": of_kind("shown").density,
+
+
+def _densities():
+    """Tokens a code line, and code lines a comment."""
+    ratios = {
+        "notebooks: density of shown code": of_kind("shown", code_cells()).density,
         "density of the densest file": densest(is_kernel=False),
         "density of the densest Gluon kernel": densest(is_kernel=True),
-        "long statements": len(places(long_statements)),
-        "starred displays": len(places(starred_displays)),
     }
-    counted |= {f"density of {package}": below(package).density for package in PACKAGES}
+    for package in PACKAGES:
+        ratios[f"density of {package}"] = below(package).density
     for room in COMMENTED:
         of_room = below(f"lib/cs336_systems/{room}")
-        counted[f"code lines a comment in {room}"] = of_room.lines / max(of_room.comments, 1)
-    return counted
+        ratios[f"code lines a comment in {room}"] = of_room.lines / max(of_room.comments, 1)
+    return ratios
 
 
-def of_notebook(number: str) -> list[int]:
+def _of_notebook(number):
     """Tokens by kind."""
-    return [of_kind(name, number).tokens for name in KINDS]
+    of_page = [cell for cell in code_cells() if cell.notebook == number]
+    return [of_kind(name, of_page).tokens for name in KINDS]
 
 
 def counted() -> dict[str, dict]:
     """What there is, as the limits have it."""
-    of_room = {name: [room.tokens, rounded_up(room.density)] for name, room in rooms().items()}
+    of_rooms = {name: [room.tokens, rounded_up(room.density)] for name, room in rooms().items()}
     return {
         "totals": {name: [rounded_up(number)] for name, number in totals().items()},
-        "rooms": of_room,
-        "notebooks": {number: of_notebook(number) for number, _, _ in code_cells()},
+        "rooms": of_rooms,
+        "notebooks": {cell.notebook: _of_notebook(cell.notebook) for cell in code_cells()},
     }
 
 

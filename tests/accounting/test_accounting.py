@@ -20,7 +20,6 @@ from cs336_systems.model import build_model
 from cs336_systems.training import ModelSteps, checkpointing
 from labbook.memory import storage_bytes
 
-TINY = model_size("tiny")
 EVERY_SIZE = [config for sizes in MODEL_SIZES.values() for config in sizes.values()]
 over_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 PASSES = ("forward", "forward_backward", "train_step")

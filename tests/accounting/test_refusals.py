@@ -20,6 +20,7 @@ TINY = model_size("tiny")
         ),
         (lambda: accounting.bus_factor("reduce", 2), "all_reduce"),
         (lambda: accounting.fit_alpha_beta([1, 1], [1, 2]), "two sizes or more"),
+        (lambda: accounting.fit_alpha_beta([1, 2], [1, 0]), "times above 0"),
         (lambda: accounting.fit_alpha_beta([1, 2], [1, float("nan")]), "times above 0"),
     ],
 )

@@ -17,40 +17,43 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 600
-# Names in `ast`, each beside what may stand there instead.
-TURNED = """
+# An operator, and what stands there instead, by their names in `ast`.
+OTHER_OPERATORS = """
     Lt GtE, LtE Gt, Gt LtE, GtE Lt, Eq NotEq, NotEq Eq, In NotIn, NotIn In, Is IsNot, IsNot Is,
     And Or, Or And, Add Sub, Sub Add, Mult Add, Div Mult, FloorDiv Mult
 """
-TURNED = dict(pair.split() for pair in TURNED.split(","))
 UNTOUCHED = ("annotation", "returns", "decorator_list", "exc")  # change nothing, or a message
 
 
-def bugs(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """All that can be planted in a node: what is in it, and what could stand there instead."""
+def bugs(node):
+    """All that can be planted in a node, in pairs: what is in it, and what could stand there instead."""
+    for child in _children(node):
+        bug = _bug(child)
+        if bug is not None:
+            yield child, ast.unparse(bug)
+        yield from bugs(child)
+
+
+def _children(node):
     for field, value in ast.iter_fields(node):
-        if field in UNTOUCHED:
-            continue
-        for inner in value if isinstance(value, list) else [value]:
-            if isinstance(inner, ast.AST):
-                if (new := _planted(inner)) is not None:
-                    yield inner, ast.unparse(new)
-                yield from bugs(inner)
+        if field not in UNTOUCHED:
+            values = value if isinstance(value, list) else [value]
+            yield from (child for child in values if isinstance(child, ast.AST))
 
 
-def _planted(node: ast.AST) -> ast.AST | None:
+def _bug(node):
+    """What could stand instead of a node; None where nothing is known."""
     match node:
-        case ast.Compare(left, [op], [right]) if new := _turned(op):
-            return ast.Compare(left, [new], [right])
-        case ast.BinOp(left, op, right) if new := _turned(op):
-            return ast.BinOp(left, new, right)
+        case ast.Compare(left, [op], [right]) if other := _other(op):
+            return ast.Compare(left, [other], [right])
+        case ast.BinOp(left, op, right) if other := _other(op):
+            return ast.BinOp(left, other, right)
         case ast.BoolOp(op, values):
-            return ast.BoolOp(_turned(op), values)
+            return ast.BoolOp(_other(op), values)
         case ast.IfExp(test, body, orelse):
             return ast.IfExp(test, orelse, body)
         case ast.UnaryOp(ast.Not(), operand):
@@ -64,8 +67,9 @@ def _planted(node: ast.AST) -> ast.AST | None:
     return None
 
 
-def _turned(op: ast.AST) -> ast.AST | None:
-    name = TURNED.get(type(op).__name__)
+def _other(op):
+    others = dict(pair.split() for pair in OTHER_OPERATORS.split(","))
+    name = others.get(type(op).__name__)
     return getattr(ast, name)() if name else None
 
 
@@ -76,15 +80,18 @@ def test_of(module: str) -> str:
     return f"tests/{folder}/test_{file}"
 
 
-def planted(source: str, node: ast.AST, new: str) -> str:
+def planted(source: str, node: ast.AST, bug: str) -> str:
     """The source with the bug in it; all else stays as it stands."""
     lines = source.encode().splitlines(keepends=True)  # columns of a syntax tree count bytes
-    before = b"".join(lines[: node.lineno - 1]) + lines[node.lineno - 1][: node.col_offset]
-    after = lines[node.end_lineno - 1][node.end_col_offset :] + b"".join(lines[node.end_lineno :])
-    return (before + (new if isinstance(node, ast.stmt) else f"({new})").encode() + after).decode()
+    first = node.lineno - 1
+    last = node.end_lineno - 1
+    before = b"".join(lines[:first]) + lines[first][: node.col_offset]
+    after = lines[last][node.end_col_offset :] + b"".join(lines[last + 1 :])
+    text = bug if isinstance(node, ast.stmt) else f"({bug})"
+    return (before + text.encode() + after).decode()
 
 
-def failing(copy: Path, test: str) -> str:
+def failure(copy: Path, test: str) -> str:
     """The last line of pytest if a test fails; empty if all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", test]
     # Byte code would outlive a bug: it is told from its source by the second and the size.
@@ -94,7 +101,24 @@ def failing(copy: Path, test: str) -> str:
         run = subprocess.run(command, capture_output=True, text=True, **options)
     except subprocess.TimeoutExpired:
         return f"nothing for {TIMEOUT_S} s"
-    return (run.stdout.strip() or "no output").splitlines()[-1] if run.returncode else ""
+    if run.returncode == 0:
+        return ""
+    return (run.stdout.strip() or "no output").splitlines()[-1]
+
+
+def caught(copy: Path, module: str, test: str, most: int) -> list[bool]:
+    """Of so many bugs in a module, at most, whether the test catches them; each is printed."""
+    source = (copy / module).read_text(encoding="utf-8")
+    found = list(bugs(ast.parse(source)))
+    outcomes = []
+    for node, bug in random.Random(0).sample(found, min(most, len(found))):
+        (copy / module).write_text(planted(source, node, bug), encoding="utf-8")
+        outcomes.append(failure(copy, test) != "")
+        old = " ".join(ast.get_source_segment(source, node).split())
+        outcome = "caught" if outcomes[-1] else "survived"
+        print(f"{outcome:9} {module}:{node.lineno}: {old} -> {bug}", flush=True)
+    (copy / module).write_text(source, encoding="utf-8")
+    return outcomes
 
 
 def main() -> int:
@@ -109,26 +133,17 @@ def main() -> int:
         ignored = shutil.ignore_patterns(".git", ".venv", "runs", "learn", "__pycache__")
         shutil.copytree(REPOSITORY, copy, ignore=ignored, symlinks=True)
         every = sorted(str(path.relative_to(copy)) for path in copy.glob("lib/*/**/*.py"))
-        for module in options.modules or every:
+        tested = [module for module in every if (copy / test_of(module)).exists()]
+        for module in options.modules or tested:
             test = test_of(module)
-            if not (copy / test).exists():
-                if not options.modules:
-                    continue
+            if module not in tested:
                 test = str(Path(test).parent)  # all of its room
-            if failed := failing(copy, test):
-                print(f"{module}: without any bug: {failed}")
+            if message := failure(copy, test):
+                print(f"{module}: without any bug: {message}")
                 return 1
-            source = (copy / module).read_text(encoding="utf-8")
-            found = list(bugs(ast.parse(source)))
-            for node, new in random.Random(0).sample(found, min(options.bugs, len(found))):
-                (copy / module).write_text(planted(source, node, new), encoding="utf-8")
-                outcomes.append("caught" if failing(copy, test) else "survived")
-                old = " ".join(ast.get_source_segment(source, node).split())
-                print(f"{outcomes[-1]:9} {module}:{node.lineno}: {old} -> {new}", flush=True)
-            (copy / module).write_text(source, encoding="utf-8")
-    caught = outcomes.count("caught")
-    print(f"\n{caught} of {len(outcomes)} bugs caught")
-    return int(caught < 0.7 * len(outcomes))
+            outcomes += caught(copy, module, test, options.bugs)
+    print(f"\n{sum(outcomes)} of {len(outcomes)} bugs caught")
+    return int(sum(outcomes) < 0.7 * len(outcomes))
 
 
 if __name__ == "__main__":
