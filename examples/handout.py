@@ -11,6 +11,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import nbformat
@@ -54,10 +55,9 @@ EMPTIED = (
     "parallel/parameter_group.py",
     "parallel/sharded_optimizer.py",
     "parallel/tensor_parallel.py",
-    *KEPT,
-)
-# The cell of 25 that has a step's answer in it.
-SAID_AGAIN = "@triton.jit\ndef sum_and_add("
+) + tuple(KEPT)
+# The cell of 25 that shows a step's answer once more.
+SHOWN_AGAIN = "@triton.jit\ndef sum_and_add("
 STAND_INS = {
     "attention/flash_pytorch.py": '''
 
@@ -105,29 +105,28 @@ def delta(do, o):
 ''',
 }
 BLOCK = r"### BEGIN SOLUTION\n(.*?)### END SOLUTION"
-_STUB = 'raise NotImplementedError("left out of this hand-out")'
+STUB = 'raise NotImplementedError("left out of this hand-out")'
 
 
 def emptied(source: str, kept: list[str]) -> str:
     """A module with signatures and docstrings of what is in it; what is kept has its body."""
     lines = source.splitlines()
-    functions = []
-    for node in ast.parse(source).body:
-        if getattr(node, "name", "") not in kept:
-            functions += node.body if isinstance(node, ast.ClassDef) else [node]
-    for node in reversed(functions):
-        if isinstance(node, ast.FunctionDef):
-            body = node.body[1:] if ast.get_docstring(node) else node.body
-            first = body[0].lineno if body else node.end_lineno + 1
-            indent = " " * node.body[0].col_offset
-            lines[first - 1 : node.end_lineno] = [indent + _STUB]
+    # The last comes first: the lines before it keep their numbers.
+    for function in reversed(functions_of(source, kept)):
+        body = function.body[1:] if ast.get_docstring(function) else function.body
+        first = body[0].lineno if body else function.end_lineno + 1
+        indent = " " * function.body[0].col_offset
+        lines[first - 1 : function.end_lineno] = [indent + STUB]
     return "\n".join(lines) + "\n"
 
 
-def lines(text: str) -> list[str]:
-    """Those with something on them, without indentation and comments."""
-    bare = (re.sub(r"(^|\s+)#.*", "", line).strip() for line in text.splitlines())
-    return [line for line in bare if line]
+def functions_of(source: str, kept: list[str]) -> list[ast.FunctionDef]:
+    """Functions of a module and methods of its classes, but for what is kept."""
+    nodes = []
+    for node in ast.parse(source).body:
+        if getattr(node, "name", "") not in kept:
+            nodes += node.body if isinstance(node, ast.ClassDef) else [node]
+    return [node for node in nodes if isinstance(node, ast.FunctionDef)]
 
 
 def of_class(readme: str) -> str:
@@ -144,58 +143,95 @@ def unlinked(text: str) -> str:
     return re.sub(rf"\[([^\]]+)\]\(({'|'.join(LEFT_BEHIND)})[^)]*\)", r"\1", text)
 
 
+def sources(path: Path) -> list[str]:
+    """A notebook's cells."""
+    return [cell.source for cell in nbformat.read(path, as_version=4).cells]
+
+
+def bare(text: str) -> str:
+    """Its lines without indentation and comments; those with nothing on them go."""
+    lines = [re.sub(r"(^|\s+)#.*", "", line).strip() for line in text.splitlines()]
+    return "\n".join(line for line in lines if line)
+
+
+def solutions() -> list[str]:
+    """Those that the notebooks show."""
+    texts = ["\n".join(sources(path)) for path in (ROOT / "notebooks").glob("[0-9]*.ipynb")]
+    return [bare(block) for text in texts for block in re.findall(BLOCK, text, re.DOTALL)]
+
+
+def other_solutions() -> list[str]:
+    """Right ones that the tests try."""
+    texts = []
+    for path in (ROOT / "tests" / "solutions").glob("[0-9]*.py"):
+        for of_step in runpy.run_path(str(path))["RIGHT"].values():
+            texts += of_step
+    return [bare(text) for text in texts]
+
+
+def pieces(solution: str) -> list[str]:
+    """Every four lines of it that follow each other."""
+    lines = solution.splitlines()
+    return ["\n".join(lines[i : i + 4]) for i in range(len(lines) - 3)]
+
+
 def left_in(target: Path) -> list[str]:
     """Solutions that a folder has all the same: a whole one anywhere, or four lines of one in a module."""
     modules = [path.read_text(encoding="utf-8") for path in target.rglob("*.py")]
     cells = [text for path in target.rglob("*.ipynb") for text in sources(path)]
-    library, handed = ("\n".join(lines("\n".join(texts))) for texts in (modules, modules + cells))
-    found = []
-    for path in (ROOT / "notebooks").glob("[0-9]*.ipynb"):
-        for block in re.findall(BLOCK, "\n".join(sources(path)), re.DOTALL):
-            solution = lines(block)
-            parts = ["\n".join(solution[i : i + 4]) for i in range(len(solution) - 3)]
-            whole = "\n".join(solution)
-            if any(part in library for part in parts) or (len(solution) > 2 and whole in handed):
-                found.append(whole)
-    for path in (ROOT / "tests" / "solutions").glob("[0-9]*.py"):
-        for several in runpy.run_path(str(path))["RIGHT"].values():
-            found += [right for right in several if "\n".join(lines(right)) in handed]
-    return found
+    library = bare("\n".join(modules))
+    everything = bare("\n".join(modules + cells))
+    left = [text for text in other_solutions() if text in everything]
+    for solution in solutions():
+        is_long_enough = solution.count("\n") > 1  # one or two lines stand anywhere
+        is_whole = is_long_enough and solution in everything
+        if is_whole or any(piece in library for piece in pieces(solution)):
+            left.append(solution)
+    return left
 
 
-def sources(path: Path) -> list[str]:
-    """A notebook's cells."""
-    return [cell.source for cell in nbformat.read(path, as_version=4).cells]
+def copy_files(target: Path) -> None:
+    """What git knows, without notebooks and what stays behind."""
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    for name in tracked.stdout.splitlines():
+        is_handed = not name.startswith(LEFT_BEHIND) and not name.endswith(".ipynb")
+        if is_handed and (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, target / name)
+
+
+def copy_notebooks(folder: Path) -> None:
+    """Learners' copies of all."""
+    list(write_copies(sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")), folder))
+    for path in folder.glob("*.ipynb"):
+        notebook = nbformat.read(path, as_version=4)
+        for cell in notebook.cells:
+            if cell.source.startswith(SHOWN_AGAIN):
+                cell.source = emptied(cell.source, [])
+        nbformat.write(notebook, path)
+
+
+def rewrite(path: Path, form: Callable[[str], str]) -> None:
+    """Give a file another text, made from what it has."""
+    path.write_text(form(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def write(target: Path, *more: str) -> None:
     """Write the hand-out to a folder that is not there yet; more modules may be emptied, too."""
     if target.exists():
         raise SystemExit(f"{target} is there already: delete it for a new one")
-    tracked = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    for name in tracked.stdout.splitlines():
-        if not name.startswith(LEFT_BEHIND) and (ROOT / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            if not name.endswith(".ipynb"):
-                shutil.copy(ROOT / name, target / name)
-    for name, form in {"README.md": of_class, "CONTRIBUTING.md": unlinked}.items():
-        text = (target / name).read_text(encoding="utf-8")
-        (target / name).write_text(form(text), encoding="utf-8")
-    list(write_copies(sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")), target / "notebooks"))
-    for path in (target / "notebooks").glob("*.ipynb"):
-        notebook = nbformat.read(path, as_version=4)
-        for cell in notebook.cells:
-            if cell.source.startswith(SAID_AGAIN):
-                cell.source = emptied(cell.source, [])
-        nbformat.write(notebook, path)
+    copy_files(target)
+    rewrite(target / "README.md", of_class)
+    rewrite(target / "CONTRIBUTING.md", unlinked)
+    copy_notebooks(target / "notebooks")
     for name in EMPTIED + more:
         path = target / "lib/cs336_systems" / name
         source = emptied(path.read_text(encoding="utf-8"), KEPT.get(name, []))
         path.write_text(source + STAND_INS.get(name, ""), encoding="utf-8")
-    if found := left_in(target):
-        raise SystemExit(f"{target} still has a solution: {found[0]}")
+    if left := left_in(target):
+        raise SystemExit(f"{target} still has a solution: {left[0]}")
 
 
 if __name__ == "__main__":

@@ -18,9 +18,8 @@ image = (
     modal.Image.debian_slim(python_version="3.12")
     .apt_install("make", "gcc", "g++")
     .add_local_dir(ROOT, "/workbook", copy=True, ignore=[".venv", ".git", "runs"])
-    .run_commands(
-        "cd /workbook && make setup", gpu="H100"
-    )  # a GPU, so that PyTorch's CUDA build is chosen
+    # With a GPU set-up chooses PyTorch's CUDA build.
+    .run_commands("cd /workbook && make setup", gpu="H100")
 )
 app = modal.App("cs336-systems", image=image)
 

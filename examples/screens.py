@@ -40,32 +40,35 @@ class Browser:
             [program, *options.split(), f"--user-data-dir={folder}", "about:blank"],
             stderr=subprocess.DEVNULL,
         )
-        said = Path(folder, "DevToolsActivePort")
-        while not said.exists() or not said.read_text():
+        port_file = Path(folder, "DevToolsActivePort")
+        while not port_file.exists() or not port_file.read_text():
             time.sleep(0.1)
-        port = said.read_text().split()[0]
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json") as answer:
-            tabs = json.load(answer)
+        port = port_file.read_text().split()[0]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json") as response:
+            tabs = json.load(response)
         page = next(tab for tab in tabs if tab["type"] == "page")
         self.socket = websocket.create_connection(page["webSocketDebuggerUrl"], timeout=60)
-        self.asked = 0
+        self.calls = 0
 
-    def ask(self, method: str, **parameters: object) -> dict:
+    def call(self, method: str, **parameters: object) -> dict:
         """The result of one of the protocol's methods."""
-        self.asked += 1
-        message = {"id": self.asked, "method": method, "params": parameters}
+        self.calls += 1
+        message = {"id": self.calls, "method": method, "params": parameters}
         self.socket.send(json.dumps(message))
-        while (answer := json.loads(self.socket.recv())).get("id") != self.asked:
-            pass  # an event
-        return answer["result"]
+        while True:
+            reply = json.loads(self.socket.recv())
+            # An event has no id.
+            if reply.get("id") == self.calls:
+                return reply["result"]
 
-    def above(self, page: Path) -> float:
-        """Pixels above a page's answers; below zero where it has none."""
-        self.ask("Page.navigate", url=page.as_uri())
+    def pixels_above_answers(self, page: Path) -> float:
+        """Below zero where a page has no answers."""
+        self.call("Page.navigate", url=page.as_uri())
         before = None
+        # Two times the same: nothing moves any more.
         while True:
             time.sleep(0.2)
-            now = self.ask("Runtime.evaluate", expression=ABOVE)["result"].get("value")
+            now = self.call("Runtime.evaluate", expression=ABOVE)["result"].get("value")
             if now is not None and now == before:
                 return now
             before = now
@@ -75,14 +78,14 @@ def main(site: Path) -> None:
     """Print the screens of each page, and their median."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         browser = Browser(folder)
-        browser.ask("Emulation.setDeviceMetricsOverride", **SCREEN)
+        browser.call("Emulation.setDeviceMetricsOverride", **SCREEN)
         pages = sorted(site.resolve().glob("[0-9]*.html"))
-        screens = {page.stem: browser.above(page) / SCREEN["height"] for page in pages}
+        pixels = {page.stem: browser.pixels_above_answers(page) for page in pages}
         browser.process.kill()
         browser.process.wait()
-    screens = {name: far for name, far in screens.items() if far > 0}
-    for name, far in screens.items():
-        print(f"{far:5.1f}  {name}")
+    screens = {name: above / SCREEN["height"] for name, above in pixels.items() if above > 0}
+    for name, above in screens.items():
+        print(f"{above:5.1f}  {name}")
     print(f"{median(screens.values()):5.1f}  median; at most {max(screens.values()):.1f}")
 
 
