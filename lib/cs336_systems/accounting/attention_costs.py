@@ -29,11 +29,12 @@ def attention_saved_bytes(
 
     float32: 12 B T d + 8 B T^2 + 4 B T, the mask T^2 more. It grows with the square of the context.
     """
-    width = dtype_bytes(dtype)
+    itemsize = dtype_bytes(dtype)
     rows = batch_size * context_length
     exponentials_and_sums = FLOAT32_BYTES * rows * (context_length + 1)
-    inputs_and_weights = width * rows * (3 * d_head + context_length)
-    return inputs_and_weights + exponentials_and_sums + is_causal * context_length**2
+    inputs_and_weights = itemsize * rows * (3 * d_head + context_length)
+    mask = context_length**2 if is_causal else 0
+    return inputs_and_weights + exponentials_and_sums + mask
 
 
 def attention_peak_breakdown(
@@ -57,7 +58,8 @@ def attention_peak_breakdown(
             "gradient of the weights": scores,
             "temporaries of the division's derivative": 4 * scores,
         }
-    small = {"row sums": FLOAT32_BYTES * rows, "causal mask": is_causal * context_length**2}
+    mask = context_length**2 if is_causal else 0
+    small = {"row sums": FLOAT32_BYTES * rows, "causal mask": mask}
     return {"q, k, v": 3 * operand} | alive | small
 
 
@@ -73,8 +75,8 @@ def flash_flops(
 
 def flash_scores(sequences: int, context_length: int, is_causal: bool = True) -> int:
     """Scores not masked away, T (T + 1) / 2 a sequence if causal: exponentials, forward and backward each."""
-    keys = context_length * (context_length + 1) // 2 if is_causal else context_length**2
-    return sequences * keys
+    scores = context_length * (context_length + 1) // 2 if is_causal else context_length**2
+    return sequences * scores
 
 
 def flash_bytes(

@@ -84,7 +84,7 @@ def fit_alpha_beta(message_bytes: Sequence[float], seconds: Sequence[float]) -> 
 
 
 def fit_collective(
-    rows, *, collective: str = "all_reduce", world_size: int = 2, backend: str = "nccl"
+    rows, collective: str = "all_reduce", world_size: int = 2, backend: str = "nccl"
 ) -> AlphaBeta:
     """The fit of the median times of one collective, in a frame with rows of collective_times."""
     measured = rows.query(

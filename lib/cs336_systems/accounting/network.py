@@ -30,7 +30,7 @@ def ring_seconds(
     sending_s = message_bytes / devices / np.broadcast_to(bytes_per_s, devices)
     rounds = _TURNS[collective] * (devices - 1)
     clocks = np.zeros(devices)
-    for done in range(1, rounds + 1):
+    for rounds_left in reversed(range(rounds)):
         starts = np.maximum(clocks, np.roll(clocks, -1))
         departures = starts + sending_s
         arrivals = np.roll(departures + hop_s, 1)
@@ -38,6 +38,6 @@ def ring_seconds(
         clocks = clocks + round_s
         # Then so will all that follow.
         if (round_s == round_s[0]).all():
-            clocks += (rounds - done) * round_s
+            clocks += rounds_left * round_s
             break
     return float(clocks.max())

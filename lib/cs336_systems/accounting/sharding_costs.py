@@ -41,18 +41,19 @@ def sent_bytes(
     config: ModelConfig, sharding: Sharding, world_size: int, dtype: str = "float32"
 ) -> dict[str, float]:
     """Bytes that a rank sends in a step, by collective (see `rank_bytes`)."""
+    itemsize = dtype_bytes(dtype)
     numbers = parameter_count(config)
     if "parameters" in sharding.shards:
         replicated = _numbers_in(config, sharding.replicates)
-        sharded = dtype_bytes(dtype) * (numbers - replicated)
+        sharded = itemsize * (numbers - replicated)
         # What stays from forward to backward is gathered once, all else for both.
-        stays = dtype_bytes(dtype) * _numbers_in(config, sharding.stays)
+        stays = itemsize * _numbers_in(config, sharding.stays)
         sizes = {"all_gather": 2 * sharded - stays, "reduce_scatter": sharded}
         if replicated:
             sizes["all_reduce"] = FLOAT32_BYTES * replicated
     else:
-        itemsize = dtype_bytes(dtype) if sharding.rounds else FLOAT32_BYTES
-        sizes = dict.fromkeys(sharding.sends, itemsize * numbers)
+        sent_itemsize = itemsize if sharding.rounds else FLOAT32_BYTES
+        sizes = dict.fromkeys(sharding.sends, sent_itemsize * numbers)
     return {name: rank_bytes(name, size, world_size) for name, size in sizes.items()}
 
 
