@@ -54,8 +54,9 @@ class Trial:
         output = function(*copies.values())
         assert_tensor(label, output, self.d_output)
         for name, x in copies.items():
-            unchanged = torch.equal(x, self.inputs[name])
-            assert unchanged, f"{label}: {name} was overwritten; clone it first"
+            assert torch.equal(x, self.inputs[name]), (
+                f"{label}: {name} was overwritten; clone it first"
+            )
         if any(x.requires_grad for x in copies.values()):
             output.backward(self.d_output)
         gradients = {f"d{name}": x.grad for name, x in copies.items() if x.requires_grad}
@@ -76,14 +77,19 @@ class Reference:
     by_magnitude: bool = False
     rounding: float = 8 * EPS
 
-    def exact(self, trial: Trial) -> tuple[dict, dict]:
-        """In float64 each result, and the norm that its errors are relative to."""
-        results = trial.converted(Tensor.double).results(self.formula)
-        terms = results
+    def errors(self, trial: Trial) -> Callable[[str, Tensor], float]:
+        """A function of the name of a result, and of the result: its relative error against float64."""
+        exact = trial.converted(Tensor.double).results(self.formula)
+        terms = exact
         if self.by_magnitude:
             terms = trial.converted(lambda x: x.double().abs()).results(self.formula)
         smallest = torch.finfo(torch.float32).tiny
-        return results, {name: x.norm().clamp_min(smallest) for name, x in terms.items()}
+
+        def error_of(name, result):
+            norm = terms[name].norm().clamp_min(smallest)
+            return ((result.double() - exact[name]).norm() / norm).item()
+
+        return error_of
 
 
 def compare(
@@ -109,11 +115,7 @@ def compare(
     trial = replace(trial, d_output=torch.stack([trial.d_output] * 2, -1)[..., 0])
     results = trial.results(function)
     torchs = trial.results(reference.torchs_own or reference.formula)
-    exact, norms = reference.exact(trial)
-
-    def error_of(name, result):
-        return ((result.double() - exact[name]).norm() / norms[name]).item()
-
+    error_of = reference.errors(trial)
     standard = "as given" if allowed_error else f"{ALLOWED_RATIO:g} times PyTorch's or rounding's"
     for name, result in results.items():
         label = f"{name} of {trial.where}"

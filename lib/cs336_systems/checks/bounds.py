@@ -34,67 +34,79 @@ def inside_tensors() -> Iterator[Counter]:
     Yields what they have done: numbers that they loaded, stored and added, calls of tl.dot, divisions.
     """
     interpreter = sys.modules.get("triton.runtime.interpreter")
-    name = "kernels"
-    extents = []
     work = Counter()
+    with contextlib.ExitStack() as stack:
+        # Of an interpreter that is not known here.
+        with contextlib.suppress(AttributeError):
+            for where, functions in _replacements(interpreter, work).items():
+                stack.enter_context(patch.multiple(where, **functions))
+        yield work
 
-    def watched(original, does, addresses, mask):
-        def access(*args):
-            places = args[addresses]
-            # Of a block pointer the mask may be of one dimension.
-            wanted = np.broadcast_to(args[mask], places.shape)
-            outside = _outside(places[wanted.astype(bool)], extents)
-            assert not outside, (
-                f"{name} {does} {outside} numbers outside its tensors: is the place right, and are both "
-                "edges masked?"
-            )
-            work[does] += wanted.sum()
-            return original(*args)
 
-        return access
+def _replacements(interpreter, work):
+    """By where they are, functions that watch and count; AttributeError: the interpreter is another one."""
+    # Of the kernel that runs: its name, and the extents of its tensors.
+    launch = {}
+    native = interpreter._interpreter
+    builder = interpreter.InterpreterBuilder
+    executor = interpreter.GridExecutor
+    # What is masked without an `other` is on a GPU whatever a register held.
+    masked_load = _nan_for_zeros(builder.create_masked_load)
+    replacements = {executor: {"_init_args_hst": _noted(executor._init_args_hst, launch)}}
+    replacements[native] = {
+        access: partial(_access, getattr(native, access), launch, work, *places)
+        for access, places in _ACCESSES.items()
+    }
+    replacements[builder] = {
+        "create_masked_load": np.errstate(invalid="ignore")(masked_load),
+        "create_fdiv": _counted(builder.create_fdiv, work, "divisions"),
+        "create_dot": _counted(_in_tf32(builder.create_dot), work, "dots"),
+    }
+    return replacements
 
-    def to_host(executor, *device_arguments):
-        nonlocal name, extents
-        arguments = to_host_of_triton(executor, *device_arguments)
-        name = executor.fn.__name__
-        extents = _extents(arguments)
+
+def _access(function, launch, work, does, addresses, mask, *args):
+    """Call a native function, if it stays inside tensors."""
+    places = args[addresses]
+    # Of a block pointer the mask may be of one dimension.
+    wanted = np.broadcast_to(args[mask], places.shape)
+    outside = _outside(places[wanted.astype(bool)], launch["extents"])
+    assert not outside, (
+        f"{launch['name']} {does} {outside} numbers outside its tensors: is the place right, and are both "
+        "edges masked?"
+    )
+    work[does] += wanted.sum()
+    return function(*args)
+
+
+def _noted(to_host, launch):
+    """What copies a kernel's arguments to the host, and then knows where they lie."""
+
+    def note(executor, *device_arguments):
+        arguments = to_host(executor, *device_arguments)
+        launch.update(name=executor.fn.__name__, extents=_extents(arguments))
         return arguments
 
-    def divide(*args):
-        work["divisions"] += 1
-        return divide_of_triton(*args)
+    return note
 
-    def dot(builder, a, b, acc, precision, *rest):
-        work["dots"] += 1
+
+def _counted(function, work, what):
+    def count(*args):
+        work[what] += 1
+        return function(*args)
+
+    return count
+
+
+def _in_tf32(dot):
+    def dot_in_tf32(builder, a, b, acc, precision, *rest):
         # 16 bits have no more than ten that count.
         if precision.name == "TF32" and a.data.itemsize == 4:
             a = _in_ten_bits(a)
             b = _in_ten_bits(b)
-        return dot_of_triton(builder, a, b, acc, precision, *rest)
+        return dot(builder, a, b, acc, precision, *rest)
 
-    with contextlib.ExitStack() as patches:
-        try:
-            native = interpreter._interpreter
-            builder = interpreter.InterpreterBuilder
-            # What is masked without an `other` is on a GPU whatever a register held.
-            nan_where_masked = _nan_for_zeros(builder.create_masked_load)
-            load = np.errstate(invalid="ignore")(nan_where_masked)
-            divide_of_triton = builder.create_fdiv
-            dot_of_triton = builder.create_dot
-            to_host_of_triton = interpreter.GridExecutor._init_args_hst
-            accesses = {
-                access: watched(getattr(native, access), *places)
-                for access, places in _ACCESSES.items()
-            }
-        except AttributeError:
-            pass
-        else:
-            patches.enter_context(patch.multiple(native, **accesses))
-            patches.enter_context(
-                patch.multiple(builder, create_dot=dot, create_fdiv=divide, create_masked_load=load)
-            )
-            patches.enter_context(patch.object(interpreter.GridExecutor, "_init_args_hst", to_host))
-        yield work
+    return dot_in_tf32
 
 
 def _in_ten_bits(x):

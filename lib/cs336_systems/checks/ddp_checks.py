@@ -92,7 +92,7 @@ def module_state(wrapped):
     return {name: tensor.clone() for name, tensor in wrapped.module.state_dict().items()}
 
 
-def tokens_of(rank, step):
+def tokens_of(rank, step=0):
     """A rank's share of a step's batch; every process can make every share."""
     generator = torch.Generator(torch.get_default_device()).manual_seed(1000 * step + rank)
     return torch.randint(VOCABULARY, (3,), generator=generator)
@@ -165,7 +165,8 @@ def wrong_kinds(wrapped, frozen=()):
         elif gradient is None:
             yield f"{name!r} has no gradient after finish_gradient_synchronization()."
         else:
-            kind, wanted = (f"{tuple(x.shape)}, {x.dtype}" for x in (gradient, parameter))
+            kind = f"{tuple(gradient.shape)}, {gradient.dtype}"
+            wanted = f"{tuple(parameter.shape)}, {parameter.dtype}"
             if kind != wanted:
                 kinds = f"the gradient of {name!r} is {kind}, its shard {wanted}"
                 yield f"{kinds}. Keep the rows of the shard, and cast after the reduce-scatter."
@@ -176,51 +177,60 @@ def wrong_kinds(wrapped, frozen=()):
 def _overlaps(wrap):
     module = Toy(0)
     wrapped = wrap(module)
-    own_rank = dist.get_rank()
+    store = open_store()
     ready = []
-    # Of each message, how many gradients had been made before the one whose hook sends it, and its numbers.
-    ahead = []
     for parameter in module.parameters():
         if parameter.requires_grad:
             # It is called after the wrapper's own hook.
             parameter.register_post_accumulate_grad_hook(ready.append)
+    for first in range(dist.get_world_size()):
+        ready.clear()
+        wrapped.zero_grad()
+        yield from _late_messages(wrapped, ready, store, first)
+    yield Property("messages leave during backward, which waits for none")
+
+
+def _late_messages(wrapped, ready, store, first):
+    """In a step in which the others send nothing until backward of the first rank is over.
+
+    ready: grows by each parameter whose gradient has been made.
+    """
+    own_rank = dist.get_rank()
+    ended = f"backward of rank {first}"
+    # Of each message, how many gradients had been made before the one whose hook sends it.
+    made_before = []
+    # And the numbers of the first that left with a gradient, which has waited for it.
+    sizes = {}
 
     def note(message):
         # Gradients, not flags or an order of what is unused.
         if message.dtype.is_floating_point:
-            ahead.append((len(ready), message.numel))
+            made_before.append(len(ready))
+            sizes.setdefault(len(ready), message.numel)
 
-    store = open_store()
-    for first in range(dist.get_world_size()):
-        ready.clear()
-        ahead.clear()
-        wrapped.zero_grad()
-        mistake = ""
-        ended = f"backward of rank {first}"
-        with observed(note):
-            loss = loss_of(wrapped, own_rank)
-            # Nothing that it waits for, in whichever way, can arrive while the others send nothing.
-            if own_rank != first and not comes(store, ended):
-                mistake = (
-                    f"{ended} waits for messages. Use async_op=True, keep each handle, and wait() in "
-                    "finish_gradient_synchronization()."
-                )
-            loss.backward()
-            store.set(ended, "")
-            on_the_way = len(ahead)
-            wrapped.finish_gradient_synchronization()
-        yield mistake
-        if not ahead:
-            yield "no message was seen. Send gradients with dist.all_reduce(..., async_op=True)."
-        if on_the_way < len(ahead):
-            yield f"{len(ahead) - on_the_way} of {len(ahead)} messages leave only when backward is over."
-        if ahead[0][0] == len(ready) - 1:
-            yield "all messages leave with the last gradient. Send each as soon as it may leave."
-        # Of those that leave with a gradient, the first has waited for it.
-        firsts = dict(ahead[::-1])
-        if len(ahead) == len(ready) and any(firsts[n] < ready[n].numel() for n in firsts):
-            yield "a gradient that may leave waits for another one. Send each as soon as it may leave."
-    yield Property("messages leave during backward, which waits for none")
+    mistake = ""
+    with observed(note):
+        loss = loss_of(wrapped, own_rank)
+        # Nothing that it waits for, in whichever way, can arrive while the others send nothing.
+        if own_rank != first and not comes(store, ended):
+            mistake = (
+                f"{ended} waits for messages. Use async_op=True, keep each handle, and wait() in "
+                "finish_gradient_synchronization()."
+            )
+        loss.backward()
+        store.set(ended, "")
+        in_backward = len(made_before)
+        wrapped.finish_gradient_synchronization()
+    yield mistake
+    count = len(made_before)
+    if not count:
+        yield "no message was seen. Send gradients with dist.all_reduce(..., async_op=True)."
+    if in_backward < count:
+        yield f"{count - in_backward} of {count} messages leave only when backward is over."
+    if made_before[0] == len(ready) - 1:
+        yield "all messages leave with the last gradient. Send each as soon as it may leave."
+    if count == len(ready) and any(size < ready[n].numel() for n, size in sizes.items()):
+        yield "a gradient that may leave waits for another one. Send each as soon as it may leave."
 
 
 def follow(wrap, how, make=Toy, weights=module_state, passes=1, options=lambda *_: {}):
@@ -235,18 +245,17 @@ def follow(wrap, how, make=Toy, weights=module_state, passes=1, options=lambda *
     ranks = dist.get_world_size()
     alone = make(0)
     wrapped = wrap(make(own_rank))
-    pair = [SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (alone, wrapped)]
+    parameters = list(alone.parameters()) + list(wrapped.parameters())
+    optimizer = SGD(parameters, lr=0.1, momentum=0.9)
     for step in range(4):
-        for optimizer in pair:
-            optimizer.zero_grad()
+        optimizer.zero_grad()
         for n in range(passes):
             data = step + 100 * n
             for rank in range(ranks):
                 (loss_of(alone, rank, data, **options(rank, step, n)) / ranks).backward()
             loss_of(wrapped, own_rank, data, **options(own_rank, step, n)).backward()
         wrapped.finish_gradient_synchronization()
-        for optimizer in pair:
-            optimizer.step()
+        optimizer.step()
         whole = weights(wrapped)
         for name, wanted in alone.named_parameters():
             if not close(whole[name], wanted):

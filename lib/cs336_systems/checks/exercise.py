@@ -105,9 +105,9 @@ class StepCheck:
 
     def at_most(self, property: str, **most: int) -> None:
         """The step is right only if interpreted kernels have done no more; what others do is not known."""
-        for of, n in most.items():
-            if self.work[of] > n:
-                self(property, False, f"{self.work[of]} {of}, enough are {n}")
+        for kind, enough in most.items():
+            if self.work[kind] > enough:
+                self(property, False, f"{self.work[kind]} {kind}, enough are {enough}")
 
     def keeps(self, **tensors: Tensor) -> None:
         """The step is right only if these hold in the end what they hold now."""
@@ -119,7 +119,8 @@ def assert_tensor(what: str, result, wanted: Tensor) -> None:
     assert result is not None, f"{what}: {_NOTHING}"
     assert isinstance(result, Tensor), f"{what}: {type(result).__name__} is returned, no tensor"
     assert result.device == wanted.device, f"{what} is on {result.device}, not {wanted.device}"
-    kind, right = (f"{tuple(x.shape)}, {x.dtype}" for x in (result, wanted))
+    kind = f"{tuple(result.shape)}, {result.dtype}"
+    right = f"{tuple(wanted.shape)}, {wanted.dtype}"
     assert kind == right, f"{what} is {kind}; wanted: {right}"
 
 
@@ -128,8 +129,7 @@ def formula(result):
     import sympy as sp  # it takes most of a second, and every rank imports this file
 
     assert result is not None, _NOTHING
-    kind = type(result).__name__
-    assert not isinstance(result, list | tuple | dict), f"a {kind} is returned; wanted: a formula"
+    assert not isinstance(result, list | tuple | dict), f"a {type(result).__name__} is no formula"
     return sp.nsimplify(result, rational=True)
 
 
@@ -146,18 +146,20 @@ def step(name: str, timeout_s: float = TIMEOUT_S) -> Iterator[StepCheck]:
     try:
         with _limited(timeout_s), inside_tensors() as check.work:
             yield check
-            for tensor, now, before in check.kept:
+            for label, now, before in check.kept:
                 if not torch.equal(now, before):
-                    check(f"{tensor} stays as it was", False, "it was overwritten; clone it first")
+                    check(f"{label} stays as it was", False, "it was overwritten; clone it first")
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         mistake = _sentence(error)
-        check.passed = None if _NOT_WRITTEN.search(mistake) else False
-        # Without the stacks of other processes.
-        first = mistake.partition("\n\n")[0]
-        if check.passed is False:
-            print(f"✗ {first:.2000}")
+        if _NOT_WRITTEN.search(mistake):
+            check.passed = None
+        else:
+            check.passed = False
+            # Without the stacks of other processes.
+            mistake, *_ = mistake.split("\n\n")
+            print(f"✗ {mistake:.2000}")
     verdict = f"{name}: {_VERDICTS[check.passed]}"
     print(verdict)
     # nbgrader gives no point where a cell raises an error, and only there.

@@ -9,8 +9,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.arguments import check_choice
-from cs336_systems.checks import ddp_checks as shared
-from cs336_systems.checks.ddp_checks import VOCABULARY, loss_of, one_step, tokens_of
+from cs336_systems.checks.ddp_checks import (
+    VOCABULARY,
+    follow,
+    gradients,
+    loss_of,
+    one_step,
+    starts_from_rank_0,
+    tokens_of,
+    wrong_kinds,
+)
 from cs336_systems.checks.on_ranks import (
     Property,
     checker_in_any_world,
@@ -34,8 +42,6 @@ LAYERS = tuple(_SIZES)
 _DEPTH = len(LAYERS)
 # In which a step uses them, and the next one's forward.
 _PATH = LAYERS + LAYERS[::-1] + LAYERS
-# Of 61 rows ranks have no equal shares, so messages are padded.
-_UNEVEN = _SIZES | {"up": (12, 61), "wide": (61, 84)}
 _LOW = torch.bfloat16
 
 
@@ -51,7 +57,8 @@ def check_fsdp(wrap, *, only=()):
     """
     for group in only or GROUPS:
         check_choice("property", group, GROUPS)
-        yield from GROUPS[group](wrap)
+        for properties in GROUPS[group]:
+            yield from properties(wrap)
 
 
 class _Layers(nn.Module):
@@ -71,37 +78,39 @@ class _Layers(nn.Module):
         return self.norm(x)
 
 
-_uneven = partial(_Layers, sizes=_UNEVEN)
+# Of 61 rows ranks have no equal shares, so messages are padded.
+_uneven = partial(_Layers, sizes=_SIZES | {"up": (12, 61), "wide": (61, 84)})
 
 
 def _gathered(message):
-    """The layer whose whole weight an all-gather brings, or "" of another message."""
-    return _LAYER_OF.get(message.numel, "") if "gather" in message.collective else ""
+    """The layer whose whole weight an all-gather brings; None of another message."""
+    return _LAYER_OF.get(message.numel) if "gather" in message.collective else None
 
 
-def _held(layers):
-    """Of these those as large as whose whole weights tensors are that were made since gc.freeze()."""
-    tensors = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
-    # Of views, too, it is the memory that counts.
-    storages = {
-        x.untyped_storage()._cdata: x.untyped_storage().nbytes() // x.itemsize for x in tensors
-    }
-    return [layer for layer in map(_LAYER_OF.get, storages.values()) if layer in layers]
+def _whole_layers(layers):
+    """Those of which a tensor that was made since gc.freeze() is as large as the whole weight."""
+    numbers = {}
+    for x in gc.get_objects():
+        if type(x) in (Tensor, nn.Parameter):
+            # Of views, too, it is the memory that counts.
+            storage = x.untyped_storage()
+            numbers[storage._cdata] = storage.nbytes() // x.itemsize
+    return [layer for layer in map(_LAYER_OF.get, numbers.values()) if layer in layers]
 
 
-def _crowd(most, when, mend, layers=LAYERS):
+def _too_many_whole(most, when, mend, layers=LAYERS):
     """What is wrong if there are more than `most` when cycles and Gloo's threads have freed theirs."""
     for _ in range(50):
-        held = _held(layers)
-        if len(held) <= most:
-            return []
+        whole = _whole_layers(layers)
+        if len(whole) <= most:
+            return
         gc.collect()
         time.sleep(0.01)
-    return [f"{when} {', '.join(held)} still have whole tensors; allowed: {most}. {mend}"]
+    yield f"{when} {', '.join(whole)} still have whole tensors; allowed: {most}. {mend}"
 
 
 def _on_result(hook, module, inputs, result):
-    """A forward hook: it is called when backward comes to the module."""
+    """A forward hook: `hook` is called when backward comes to the module."""
     result.register_hook(hook)
 
 
@@ -109,8 +118,8 @@ def _whole(wrapped):
     return {name: x.clone() for name, x in wrapped.gather_full_parameters().items()}
 
 
-def _shards(wrap):
-    yield from shared.starts_from_rank_0(
+def _starts_from_rank_0(wrap):
+    yield from starts_from_rank_0(
         wrap,
         "Broadcast before sharding; put together what is kept, in the order of ranks, without padding.",
         _uneven,
@@ -118,6 +127,8 @@ def _shards(wrap):
     )
     yield Property("gather_full_parameters() returns rank 0's values, whole, by name")
 
+
+def _keeps_its_share(wrap):
     gc.freeze()
     wrapped = wrap(_Layers(0))
     for layer, module in _Layers(0).named_children():
@@ -129,29 +140,30 @@ def _shards(wrap):
             yield "'norm.weight' was sharded. Leave what is in no Linear or Embedding whole on every rank."
         if layer != "norm" and has > share:
             yield f"'{layer}.weight' still has {has} of {n} elements. A rank keeps its rows, {share}."
-    before = [(shard, shard.clone()) for shard in wrapped.parameters()]
+    before = {shard: shard.clone() for shard in wrapped.parameters()}
     wrapped.gather_full_parameters()
     if dist.get_world_size() > 1:
-        yield from _crowd(0, "after gather_full_parameters()", "Only return them.")
-    for now, (shard, old) in zip(wrapped.parameters(), before, strict=True):
-        if now is not shard or not torch.equal(now, old):
+        yield from _too_many_whole(0, "after gather_full_parameters()", "Only return them.")
+    for shard in wrapped.parameters():
+        if shard not in before or not torch.equal(shard, before[shard]):
             yield "gather_full_parameters() changes what a rank keeps. Leave layers and shards as they are."
     yield Property("of every Linear and Embedding weight a rank keeps its share")
 
 
-def _forward(wrap):
+def _computes_with_whole_weights(wrap):
     wrapped = wrap(_Layers(0))
-    tokens = tokens_of(dist.get_rank(), 0)
+    tokens = tokens_of(dist.get_rank())
     early = []
 
-    def before(layer, *_):
+    def before_computing(layer, *_):
         for message in sent:
             if _gathered(message) == layer and not message.waited_for:
                 early.append(layer)
                 message.wait()  # or freeing its memory may crash
 
     for layer in LAYERS:
-        wrapped.module.get_submodule(layer).register_forward_pre_hook(partial(before, layer))
+        hook = partial(before_computing, layer)
+        wrapped.module.get_submodule(layer).register_forward_pre_hook(hook)
     with torch.no_grad(), observed() as sent:
         wrapped(tokens)
         for shard in wrapped.parameters():
@@ -164,12 +176,47 @@ def _forward(wrap):
         yield "its second forward is not the module's. Does each layer compute with its weight as it is now?"
     yield Property("forward computes with the whole weights, and leaves the shards in place")
 
-    if hasattr(wrapped, "collect"):
-        yield from _collect(wrap)
+
+def _collects(wrap):
+    """Of a class that has `collect`, as ours has."""
+    store = open_store()
+    for asking in range(dist.get_world_size()):
+        wrapped = wrap(_Layers(0))
+        if not hasattr(wrapped, "collect"):
+            return
+        weights = wrapped.weights[:3]
+        first, second, third = weights
+        # As autograd keeps them.
+        storages = [weight.whole.untyped_storage() for weight in weights]
+        is_asking = dist.get_rank() == asking
+        asked = weights if is_asking else [first]
+        with observed() as sent:
+            wrapped.collect(asked)
+            started = len(sent)
+            if is_asking:
+                store.set(f"{asking}", "")
+            waits = not comes(store, f"{asking}")
+            wrapped.collect([second, first, third])
+            wrapped.collect([third])
+        if not all(x.nbytes() for x in storages):
+            yield "a gather fills a new tensor. Resize all_rows' storage: autograd keeps that."
+        tensors = [x for x in vars(first).values() if type(x) is Tensor and x is not first.all_rows]
+        if first.shard.shape in [x.shape for x in tensors]:
+            yield "collect keeps what was sent, when it has arrived. Drop it."
+        in_order = [x.numel for x in sent] == [x.whole.numel() for x in weights]
+        if not in_order or started != len(asked):
+            yield "collect does not start one all-gather of torch.distributed for each, in order."
+        if waits:
+            yield f"collect of rank {asking} waits for more than the first weight."
+        yield ""
+    yield Property("collect asks for all, each once, and waits for the first alone")
+
+
+def _casts_before_gathering(wrap):
     wrapped = wrap(_Layers(0), compute_dtype=_LOW)
     weights = _whole(wrapped)
     with torch.no_grad(), observed() as sent:
-        wrapped(tokens)
+        wrapped(tokens_of(dist.get_rank()))
     after = _whole(wrapped)
     for name, shard in wrapped.module.named_parameters():
         if shard.dtype != torch.float32:
@@ -186,45 +233,8 @@ def _forward(wrap):
     yield Property(f"with compute_dtype={_LOW}, weights are cast before they are gathered")
 
 
-def _collect(wrap):
-    """Of a class that has it."""
-    store = open_store()
-    for asking in range(dist.get_world_size()):
-        wrapped = wrap(_Layers(0))
-        weights = wrapped.weights[:3]
-        first, second, third = weights
-        # As autograd keeps them.
-        kept = [weight.whole.untyped_storage() for weight in weights]
-        is_asking = dist.get_rank() == asking
-        mistake = ""
-        with observed() as sent:
-            wrapped.collect(weights if is_asking else [first])
-            asked = len(sent)
-            if is_asking:
-                store.set(f"{asking}", "")
-            elif not comes(store, f"{asking}"):
-                mistake = f"collect of rank {asking} waits for more than the first weight."
-            wrapped.collect([second, first, third])
-            wrapped.collect([third])
-        if [x.numel for x in sent] != [
-            x.whole.numel() for x in weights
-        ] or asked != 1 + 2 * is_asking:
-            mistake = (
-                "collect does not start one all-gather of torch.distributed for each, in order."
-            )
-        if any(
-            type(x) is Tensor and x is not first.all_rows and x.shape == first.shard.shape
-            for x in vars(first).values()
-        ):
-            mistake = "collect keeps what was sent, when it has arrived. Drop it."
-        if not all(x.nbytes() for x in kept):
-            mistake = "a gather fills a new tensor. Resize all_rows' storage: autograd keeps that."
-        yield mistake
-    yield Property("collect asks for all, each once, and waits for the first alone")
-
-
-def _backward(wrap):
-    yield from shared.gradients(
+def _averages_gradients(wrap):
+    yield from gradients(
         wrap,
         " Does each rank get the rows of its shard, and does backward compute with the whole weights?",
         _uneven,
@@ -232,17 +242,21 @@ def _backward(wrap):
     )
     wrapped = wrap(_Layers(0), compute_dtype=_LOW)
     one_step(wrapped)
-    yield from shared.wrong_kinds(wrapped)
+    yield from wrong_kinds(wrapped)
     yield Property(
         "every .grad has its parameter's shape and dtype, with compute_dtype, too, and is the mean over ranks"
     )
 
-    yield from shared.follow(
-        wrap, "the weights follow one process that has the whole batch", _Layers, _whole
-    )
+
+_trains = partial(
+    follow,
+    how="the weights follow one process that has the whole batch",
+    make=_Layers,
+    weights=_whole,
+)
 
 
-def _memory(wrap):
+def _frees(wrap):
     if dist.get_world_size() == 1:
         return  # shares are whole
     gc.freeze()
@@ -251,23 +265,14 @@ def _memory(wrap):
     reductions = []
 
     def note(message):
-        name = message.collective
-        layer = _LAYER_OF.get(message.numel)
-        if layer and name.endswith("reduce"):
-            mistakes.append(
-                f"the whole gradient of {layer!r} went through {name}. Use reduce_scatter."
-            )
-        if layer and reductions and reductions[-1].waits:
-            mistakes.append(
-                "backward waits for the gradient that left last. Wait when newer ones have left."
-            )
-        if layer and name == "reduce_scatter":
-            reductions.append(message)
+        if message.numel in _LAYER_OF:
+            mistakes.extend(_reduction_mistakes(message, reductions))
+            if message.collective == "reduce_scatter":
+                reductions.append(message)
 
-    def look(*_):
-        """When the gradients of three layers have been made."""
+    def when_three_are_made(gradient):
         mistakes.extend(
-            _crowd(
+            _too_many_whole(
                 2,
                 "when three gradients are made,",
                 "Free weight and gradient, keep only what is sent, and before one goes wait for all but one.",
@@ -275,13 +280,13 @@ def _memory(wrap):
             )
         )
 
-    wrapped.module.up.register_forward_hook(partial(_on_result, look))
+    wrapped.module.up.register_forward_hook(partial(_on_result, when_three_are_made))
     with observed(note):
         for step in range(2):
             wrapped.zero_grad()
             loss = loss_of(wrapped, dist.get_rank(), step)
             # Backward begins with the last.
-            mistakes += _crowd(
+            mistakes += _too_many_whole(
                 1,
                 "after forward",
                 "Autograd keeps a weight: free its untyped_storage().resize_(0), gather into it again.",
@@ -293,17 +298,48 @@ def _memory(wrap):
                 )
             wrapped.finish_gradient_synchronization()
             reductions.clear()
-            mistakes += _crowd(0, "after backward", "Free each with its gradient.")
-            yield "".join(mistakes[:1])
+            mistakes += _too_many_whole(0, "after backward", "Free each with its gradient.")
+            yield mistakes[0] if mistakes else ""
     yield Property(
         "gradients are reduce-scattered; whole ones, and weights in both passes, are freed"
     )
 
 
-def _pace(wrap):
+def _reduction_mistakes(message, reductions):
+    """Of a message as large as a layer; reductions: of the gradients that have left before it."""
+    if message.collective.endswith("reduce"):
+        layer = _LAYER_OF[message.numel]
+        yield f"the whole gradient of {layer!r} went through {message.collective}. Use reduce_scatter."
+    if reductions and reductions[-1].waits:
+        yield "backward waits for the gradient that left last. Wait when newer ones have left."
+
+
+def _second_step(wrap, note, enter, compute=lambda *_: None):
+    """A step in which a wrapper knows the order of layers.
+
+    Called are `enter` with each layer that a pass comes to, before the wrapper's own hooks, `compute` behind
+    them, and `note` with each message.
+    """
+    wrapped = wrap(_Layers(0))
+    one_step(wrapped)
+    wrapped.zero_grad()
+    for layer in LAYERS:
+        module = wrapped.module.get_submodule(layer)
+        for call in (enter, compute):
+            hook = partial(call, layer)
+            module.register_forward_pre_hook(hook, prepend=call is enter)
+            module.register_forward_hook(partial(_on_result, hook), prepend=call is enter)
+    with observed(note):
+        loss_of(wrapped, dist.get_rank()).backward()
+        enter("")
+        enter("")
+        wrapped.finish_gradient_synchronization()
+
+
+def _keeps_pace(wrap):
     store = open_store()
     for first in range(dist.get_world_size()):
-        late, _ = _second_step(wrap, store, first)
+        late = _late_layers(wrap, store, first)
         if late:
             yield (
                 f"rank {first} is held up by others that are still at {late[0]!r}. Send with async_op=True, "
@@ -313,60 +349,49 @@ def _pace(wrap):
     yield Property("no rank waits until the others have come as far")
 
 
-def _second_step(wrap, store, first):
-    """A step in which the others hold at each layer until one rank is further, which can do without them.
-
-    Returns the layers where they hold in vain, and how many layers before a place in _PATH its gather starts.
-    """
-    wrapped = wrap(_Layers(0))
-    one_step(wrapped)  # from then on the order is known
-    wrapped.zero_grad()
+def _late_layers(wrap, store, first):
+    """Where the others hold in vain until the first rank, which can do without them, is further."""
     is_first = dist.get_rank() == first
     reached = []
     # The gathers for layers that have not been reached yet.
     ahead = {}
-    leads = {}
     late = []
 
-    def on_message(message):
-        layer = _gathered(message)
-        if layer:
+    def note(message):
+        if layer := _gathered(message):
             ahead[layer] = message
-            here = max(len(reached) - 1, 0)
-            place = _PATH.index(layer, here)
-            leads.setdefault(place, place - here)
 
     def enter(layer, *_):
-        """Called before the wrapper's own hook."""
         reached.append(layer)
         if is_first:
             store.set(f"{first} {len(reached)}", "")
 
-    def before_computing(layer, *_):
-        """Called behind it."""
+    def compute(layer, *_):
         ahead.pop(layer, None)
         # In backward the first needs gradients of all.
         more = len(ahead) if len(reached) <= _DEPTH else bool(ahead)
         further = f"{first} {len(reached) + 1 + more}"
-        if any(x.waits for x in ahead.values()) or not (is_first or late or comes(store, further)):
+        waited = any(gather.waits for gather in ahead.values())
+        # The first holds nowhere, and nobody does once more.
+        if waited or not (is_first or late or comes(store, further)):
             late.append(layer)
 
-    for layer in LAYERS:
-        module = wrapped.module.get_submodule(layer)
-        for call in (enter, before_computing):
-            hook = partial(call, layer)
-            module.register_forward_pre_hook(hook, prepend=call is enter)
-            module.register_forward_hook(partial(_on_result, hook), prepend=call is enter)
-    with observed(on_message):
-        loss_of(wrapped, dist.get_rank()).backward()
-        enter("")
-        enter("")
-        wrapped.finish_gradient_synchronization()
-    return late, leads
+    _second_step(wrap, note, enter, compute)
+    return late
 
 
-def _prefetch(wrap):
-    _, leads = _second_step(wrap, open_store(), dist.get_rank())
+def _prefetches(wrap):
+    reached = []
+    # By place in _PATH: how many layers before it its gather starts.
+    leads = {}
+
+    def note(message):
+        if layer := _gathered(message):
+            here = max(len(reached) - 1, 0)
+            place = _PATH.index(layer, here)
+            leads.setdefault(place, place - here)
+
+    _second_step(wrap, note, lambda layer, *_: reached.append(layer))
     for place, layer in enumerate(_PATH[: 2 * _DEPTH]):
         in_forward = place < _DEPTH
         gather = f"in {'forward' if in_forward else 'backward'} the all-gather of {layer!r}"
@@ -382,10 +407,10 @@ def _prefetch(wrap):
 
 # In the order in which an FSDP is written.
 GROUPS = {
-    "shards": _shards,
-    "forward": _forward,
-    "backward": _backward,
-    "memory": _memory,
-    "pace": _pace,
-    "prefetch": _prefetch,
+    "shards": (_starts_from_rank_0, _keeps_its_share),
+    "forward": (_computes_with_whole_weights, _collects, _casts_before_gathering),
+    "backward": (_averages_gradients, _trains),
+    "memory": (_frees,),
+    "pace": (_keeps_pace,),
+    "prefetch": (_prefetches,),
 }

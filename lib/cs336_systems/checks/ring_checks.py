@@ -5,23 +5,18 @@ def all_reduce(mine, rank, n):          # a generator, run on each of n ranks
     return total
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator
 
 import torch
 from torch import Tensor
 
-from cs336_systems.checks.exercise import StepCheck, assert_tensor
+from cs336_systems.checks.exercise import assert_tensor
 
-_TWICE = (
-    "something is added twice: is what is passed on the tensor that arrived, not the sum so far?"
-)
+_TWICE = "something is added twice: is what is passed on what arrived, and not the sum so far?"
 _MISSING = "something is missing: n - 1 messages arrive, and a rank's own tensor counts too"
-Ring = Callable[..., Generator]
 
 
-def run_ring(
-    all_reduce: Ring, tensors: Sequence[Tensor]
-) -> tuple[list[Tensor], list[list[Tensor]]]:
+def run_ring(all_reduce, tensors):
     """Run a ring all-reduce on all ranks in this process, message by message.
 
     tensors: what each begins with. Returns what each ends with, and of each the messages it sent, in order.
@@ -29,9 +24,7 @@ def run_ring(
     """
     n = len(tensors)
     ranks = [all_reduce(tensor, rank, n) for rank, tensor in enumerate(tensors)]
-    assert isinstance(ranks[0], Generator), (
-        "it returned before it sent anything: `arrived = yield tensor` sends a tensor"
-    )
+    assert isinstance(ranks[0], Generator), "it sends nothing: `arrived = yield tensor` does"
     results = []
     sent = [[] for _ in ranks]
     arriving = [None] * n
@@ -43,9 +36,7 @@ def run_ring(
             except StopIteration as end:
                 results.append(end.value)
                 continue
-            assert isinstance(message, Tensor), (
-                f"{message!r:.80} is sent; wanted: `yield` with a tensor"
-            )
+            assert isinstance(message, Tensor), f"{message!r:.80} is sent; `yield` with a tensor"
             log.append(message.clone())  # a copy, as a wire makes
             leaving.append(log[-1])
         assert not (results and leaving), f"{len(results)} of {n} ranks are done, others still send"
@@ -54,7 +45,7 @@ def run_ring(
     return results, sent
 
 
-def check_ring(check: StepCheck, all_reduce: Ring, tensors_sent: Callable[[int], float]) -> None:
+def check_ring(check, all_reduce, tensors_sent):
     """Properties of a ring all-reduce; `tensors_sent(n)` is what each rank should send, in whole tensors."""
     for n in (2, 3, 4, 8):
         sent = _check_sums(check, all_reduce, torch.arange(24.0), f"{n} ranks", n)

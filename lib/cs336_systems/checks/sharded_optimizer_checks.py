@@ -1,17 +1,13 @@
 """Properties of a sharded optimizer, with error messages for its author."""
 
+from copy import deepcopy
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from cs336_systems.checks.on_ranks import (
-    Property,
-    checker_in_any_world,
-    from_all,
-    observed,
-    unlike,
-)
+from cs336_systems.checks.on_ranks import Property, checker_in_any_world, from_all, observed, unlike
 
 # They alternate: assigned in turn, all large ones would fall to one rank.
 _SHAPES = 4 * ((16, 16), (16,))
@@ -25,58 +21,68 @@ def check_sharded_optimizer(make, *, only_states=False):
     only_states: ask only whether it is an optimizer whose states are shared, and of the weights only whether
         each rank updates those that are its own by the candidate's `owners`.
     """
-    yield from _shares_states(make, only_states)
-    if not only_states:
-        yield from _updates_all(make)
-        yield from _has_groups(make)
-        yield from _runs_closures(make)
+    yield from _shares_states(make)
+    if only_states:
+        yield from _updates_its_own(make)
+        return
+    yield from _updates_all(make)
+    yield from _leaves_alone_what_has_no_gradient(make)
+    yield from _has_groups(make)
+    yield from _runs_closures(make)
 
 
-def _shares_states(make, only_states):
+def _shares_states(make):
     pair = _Pair(make, groups=_first)
     candidate = pair.candidate
-    count = len(pair.sharded)
     if not isinstance(candidate, Optimizer):
         yield "it is no torch.optim.Optimizer. Derive from it and call super().__init__(params, kwargs)."
     if "lr" not in candidate.param_groups[0]:
         yield "its param_groups have no 'lr'. Hand the settings to super().__init__(params, kwargs)."
-    pair.step()
-    pair.add_others()
+    pair.step_and_add_others()
     held = sum(len(group["params"]) for group in candidate.param_groups)
-    if held != count:
-        yield f"its param_groups hold {held} parameters of {count}. Only the optimizer inside holds a shard."
+    if held != len(_SHAPES):
+        yield f"its param_groups hold {held} parameters of 8. Only the optimizer inside holds a shard."
     yield Property("It is a torch.optim.Optimizer, and its groups hold all parameters")
     pair.step()
     candidate.zero_grad()
     left = sum(x.grad is not None and bool(x.grad.any()) for x in pair.sharded)
     if left:
-        yield f"after zero_grad() {left} of {count} gradients are there. Clear all of them."
+        yield f"after zero_grad() {left} of 8 gradients are there. Clear all of them."
     yield from pair.sharing_mistakes()
     yield Property(
         "The states of each parameter are kept by one rank, and by bytes all keep about as much"
     )
-    if only_states:
-        owners = candidate.owners
-        if len(owners) != count:
-            yield f"owners has {len(owners)} parameters of {count}. Keep those of every group."
-        for name, x, alone, before in pair.tensors():
-            if not torch.equal(x, alone if owners[x] == dist.get_rank() else before):
-                yield f"{name} is not updated by owner {owners[x]} alone, with its group's settings."
-        yield Property("A rank updates what `owners` gives it, with the settings of its group")
+
+
+def _updates_its_own(make):
+    pair = _Pair(make, groups=_first)
+    pair.step_and_add_others()
+    pair.step()
+    owners = pair.candidate.owners
+    if len(owners) != len(_SHAPES):
+        yield f"owners has {len(owners)} parameters of 8. Keep those of every group."
+    for name, x, alone, before in pair.tensors():
+        wanted = alone if owners[x] == dist.get_rank() else before
+        if not torch.equal(x, wanted):
+            yield f"{name} is not updated by owner {owners[x]} alone, with its group's settings."
+    yield Property("A rank updates what `owners` gives it, with the settings of its group")
 
 
 def _updates_all(make):
     for pair in (_Pair(make), _Pair(make, kind=SGD, lr=0.1, momentum=0.9)):
+        nbytes = sum(x.nbytes for x in pair.sharded)
         for n in range(4):
             with observed() as sent:
                 mistakes = pair.step(f"with {type(pair.optimizer).__name__}, step {n + 1}:")
             yield from mistakes
             # Of equal shares each may be filled up.
-            if sum(message.bytes for message in sent) >= 2 * sum(x.nbytes for x in pair.sharded):
+            if sum(message.bytes for message in sent) >= 2 * nbytes:
                 yield "step() sends the parameters twice, or more. Broadcast each once, from its owner."
             yield ""
     yield Property("Every rank has the weights that one AdamW gives, or one SGD, bit for bit")
 
+
+def _leaves_alone_what_has_no_gradient(make):
     pair = _Pair(make)
     for _ in range(2):
         mistakes = pair.step("without a gradient of parameter 2,", without=2)
@@ -87,7 +93,6 @@ def _updates_all(make):
 
 
 def _has_groups(make):
-
     def in_two(params):
         return [{"params": params[::2], "weight_decay": 0.5}, {"params": params[1::2], "lr": 0.01}]
 
@@ -104,8 +109,7 @@ def _has_groups(make):
     yield Property("Groups keep their settings, and what a scheduler changes in them arrives")
 
     pair = _Pair(make, groups=_first)
-    pair.step()
-    pair.add_others()
+    pair.step_and_add_others()
     for _ in range(2):
         yield from pair.step(
             "after add_param_group,",
@@ -156,11 +160,9 @@ class _Pair:
     def __init__(self, make, kind=AdamW, groups=list, **settings):
         torch.manual_seed(0)
         settings = settings or {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1}
-        self.before = list(map(torch.randn, _SHAPES))
-        self.names = [f"parameter {n} of 8, of shape {shape}," for n, shape in enumerate(_SHAPES)]
-        self.alone = [nn.Parameter(x.clone()) for x in self.before]
-        self.sharded = [nn.Parameter(x.clone()) for x in self.before]
-        self.steps = 0
+        self.alone = [nn.Parameter(torch.randn(shape)) for shape in _SHAPES]
+        self.sharded = deepcopy(self.alone)
+        self.generator = torch.Generator(torch.get_default_device()).manual_seed(0)
         self.inside = inside = []
 
         class Recording(kind):
@@ -173,15 +175,11 @@ class _Pair:
 
     def set_gradients(self, without=None):
         """The same on every rank, as data parallelism leaves them."""
-        generator = torch.Generator(torch.get_default_device()).manual_seed(self.steps)
-        self.steps += 1
         self.before = [x.clone() for x in self.sharded]
-        for one, other in zip(self.alone, self.sharded, strict=True):
-            one.grad = torch.randn(one.shape, generator=generator)
-            other.grad = one.grad.clone()
-        if without is not None:
-            self.alone[without].grad = None
-            self.sharded[without].grad = None
+        for n, parameter in enumerate(self.alone):
+            gradient = torch.randn(parameter.shape, generator=self.generator)
+            parameter.grad = None if n == without else gradient
+            self.sharded[n].grad = deepcopy(parameter.grad)
 
     def step(self, when="", mend="", without=None):
         """A step of both, and the mistakes of this rank after it."""
@@ -190,28 +188,23 @@ class _Pair:
         self.candidate.step()
         return [f"{when} {mistake} {mend}".strip() for mistake in self.mistakes()]
 
-    def add_others(self):
-        """As a second group."""
+    def step_and_add_others(self):
+        """A step with the first group of `_first`, and the second one."""
+        self.step()
         for optimizer, params in ((self.optimizer, self.alone), (self.candidate, self.sharded)):
             optimizer.add_param_group({"params": params[3:] + params[:1], "lr": 0.01})
 
     def tensors(self):
         """Of each parameter its name, and it as the candidate left it, one optimizer, and the last step."""
-        return zip(self.names, self.sharded, self.alone, self.before, strict=True)
+        names = [f"parameter {n} of 8, of shape {shape}," for n, shape in enumerate(_SHAPES)]
+        return zip(names, self.sharded, self.alone, self.before, strict=True)
 
     def mistakes(self):
         """Which parameters are not, bit for bit, what one optimizer makes of them."""
+        not_sent = "as before the step: updated by its owner, if at all. Broadcast with src=owner."
+        otherwise = "not what one optimizer alone makes of it."
         for name, sharded, alone, before in self.tensors():
-            yield from unlike(
-                name,
-                sharded,
-                alone,
-                {
-                    "as before the step: updated by its owner, if at all. Broadcast with src=owner.": before
-                },
-                "not what one optimizer alone makes of it.",
-                torch.equal,
-            )
+            yield from unlike(name, sharded, alone, {not_sent: before}, otherwise, torch.equal)
 
     def sharing_mistakes(self):
         """By the bytes of states: an optimizer inside may keep them of slices of all parameters."""

@@ -58,114 +58,141 @@ def _is_whole(layer_class, group):
     for name, cut in _CUTS.items():
         weight = getattr(layer, name, None)
         wanted = getattr(full, name).weight.detach().chunk(n, cut)[rank]
+        getattr(part, name).weight.data = wanted
         if not isinstance(weight, nn.Parameter):
             yield f"`.{name}` is no nn.Parameter. Keep this rank's slice of {name} there."
         if not torch.equal(weight, wanted):
             yield f"{name}, {weight.shape} is not the slice of rank {rank} of its {('rows', 'columns')[cut]}."
-        getattr(part, name).weight.data = wanted
     yield Property("every rank has its slice of each weight")
+    yield from _computes_whole(layer, full, part, n)
 
+
+def _computes_whole(layer, full, part, n):
+    """part: a layer of this rank's slices, whose output is one of n terms."""
     x, gradient = torch.randn(2, _TOKENS, _D_MODEL)
-    x_of_layer, x_of_full, x_of_part = (x.clone().requires_grad_() for _ in range(3))
-    expected = full(x_of_full)
-    term = part(x_of_part)
+    expected, d_input = _both_passes(full, x, gradient)
+    term, d_input_of_term = _both_passes(part, x, gradient)
     with observed() as sent:
-        output = layer(x_of_layer)
-        torch.autograd.backward([output, expected, term], [gradient] * 3)
+        output, d_x = _both_passes(layer, x, gradient)
     otherwise = "not that of the whole layer."
     diagnoses = {
         "only this rank's term. All-reduce it at the end of forward.": term,
         "the mean of the ranks' terms. They add up: sum, do not average.": expected / n,
     }
     yield from unlike("the output", output, expected, diagnoses, otherwise)
-    for name, cut in _CUTS.items():
-        d_weight = getattr(layer, name).grad
-        wanted = getattr(full, name).weight.grad.chunk(n, cut)[rank]
+    for name in _CUTS:
+        wanted = getattr(part, name).weight.grad
         diagnoses = {
             f"{n} times too large. The backward of the last sum sends nothing.": n * wanted
         }
+        d_weight = getattr(layer, name).grad
         yield from unlike(f"the gradient of {name}", d_weight, wanted, diagnoses, otherwise)
-    d_input = x_of_full.grad
     diagnoses = {
-        "only what comes through this rank's slice. All-reduce it.": x_of_part.grad,
+        "only what comes through this rank's slice. All-reduce it.": d_input_of_term,
         "a mean. What comes through the slices adds up: do not divide.": d_input / n,
     }
-    yield from unlike("the gradient of the input", x_of_layer.grad, d_input, diagnoses, otherwise)
+    yield from unlike("the gradient of the input", d_x, d_input, diagnoses, otherwise)
     if len(sent) > 2:
         yield f"it sends {len(sent)} messages. One in each pass is enough: add up what w1 and w3 share once."
     yield Property("output and gradients are those of the whole layer")
 
 
+def _both_passes(layer, x, gradient):
+    """The output, and the gradient of the input."""
+    x = x.clone().requires_grad_()
+    output = layer(x)
+    output.backward(gradient)
+    return output, x.grad
+
+
 def _adds_up(function, where, group):
-    # Of input and gradient, by rank.
-    numbers = torch.tensor([[[1.0, 2.0], [11.0, 12.0]], [[3.0, 5.0], [103.0, 105.0]]])
-    own = numbers[:, dist.get_rank()]
-    x, grad = own.clone()
-    x.requires_grad_()
+    # By rank.
+    inputs = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+    gradients = inputs + 100
+    rank = dist.get_rank()
+    x = inputs[rank].clone().requires_grad_()
+    gradient = gradients[rank].clone()
     y = function.apply(x, group)
-    y.backward(grad)
+    y.backward(gradient)
     name = function.__name__
-    if not torch.stack((x, grad)).equal(own):
+    if not (x.equal(inputs[rank]) and gradient.equal(gradients[rank])):
         yield f"{name} has overwritten its input or gradient. Give all_reduce a copy."
-    for pass_, result, mine, all_ranks in zip(
-        ("forward", "backward"), (y, x.grad), own, numbers, strict=True
-    ):
-        adds_up = pass_ == where and group is None
-        wanted = all_ranks.sum(0) if adds_up else mine
-        diagnoses = {
-            "added up over the ranks. Pass on this rank's own.": all_ranks.sum(0),
-            "this rank's own, not added up.": mine,
-            "the mean over the ranks. Add up, do not divide.": all_ranks.mean(0),
-        }
-        yield from unlike(
-            f"{name}'s {pass_}", result, wanted, diagnoses, f"{result}, not {wanted}."
-        )
+    # In a group of one rank the sum is its own.
+    summed = where if group is None else ""
+    yield from _sum_or_own(f"{name}'s forward", y, inputs, summed == "forward")
+    yield from _sum_or_own(f"{name}'s backward", x.grad, gradients, summed == "backward")
     yield Property(f"{name} adds up in {where}, and nowhere else")
+
+
+def _sum_or_own(what, result, by_rank, is_sum):
+    total = by_rank.sum(0)
+    own = by_rank[dist.get_rank()]
+    wanted = total if is_sum else own
+    diagnoses = {
+        "added up over the ranks. Pass on this rank's own.": total,
+        "this rank's own, not added up.": own,
+        "the mean over the ranks. Add up, do not divide.": by_rank.mean(0),
+    }
+    yield from unlike(what, result, wanted, diagnoses, f"{result}, not {wanted}.")
 
 
 def _gathers(layer, group):
     torch.manual_seed(0)
-    ranks = [0, 1] if group is None else [dist.get_rank()]
+    ranks = dist.get_process_group_ranks(group)
+    n = len(ranks)
+    rank = dist.get_rank(group)
+    # Of the group's ranks: x (n, tokens, in), weight (n, out, in), gradient (n, all tokens, out).
     xs = torch.randn(2, 4, 3).mT[ranks]
     weights = torch.randn(2, 5, 4)[ranks]
+    gradients = torch.randn(2, 5, 6).mT[ranks, : 3 * n]
     whole = xs.flatten(0, 1)
-    grads = torch.randn(2, 5, 6).mT[ranks, : len(whole)]
-    place = ranks.index(dist.get_rank())
-    own, rows, grad = xs[place], weights[place], grads[place]
-    x = own.clone().requires_grad_()
-    weight = rows.clone().requires_grad_()
-    with observed() as sent:
-        y = layer.apply(x, weight, group)
-        near = "x of all ranks times this rank's rows."
-        diagnoses = {"of this rank's tokens alone. Gather first.": own @ rows.T}
-        yield from unlike("the output", y, whole @ rows.T, diagnoses, f"not {near}")
-        forward = list(sent)
-        tensors = list(y.grad_fn.saved_tensors) + list(vars(y.grad_fn).values())
-        kept = max(each.untyped_storage().nbytes() for each in tensors if torch.is_tensor(each))
-        y.backward(grad)
-    backward = sent[len(forward) :]
-    gathers_again = any("reduce" not in each.collective for each in backward)
+    x = xs[rank].clone().requires_grad_()
+    weight = weights[rank].clone().requires_grad_()
+    with observed() as forward:
+        output = layer.apply(x, weight, group)
+    diagnoses = {"of this rank's tokens alone. Gather first.": xs[rank] @ weights[rank].T}
+    otherwise = "not x of all ranks times this rank's rows."
+    yield from unlike("the output", output, whole @ weights[rank].T, diagnoses, otherwise)
+
+    kept = _largest_kept(output.grad_fn)
+    with observed() as backward:
+        output.backward(gradients[rank])
+    gathers_again = any("reduce" not in message.collective for message in backward)
     if group is None and (kept >= whole.nbytes or not gathers_again):
         yield "the gathered input is kept for backward. Save x alone, and gather again."
-    through = grads @ weights
-    by_rank = through.sum(0).split(len(own))
-    alone = through[place].split(len(own))
+    # Through each rank's rows, of each rank's tokens.
+    d_xs = (gradients @ weights).unflatten(1, (n, -1))
+    d_x = d_xs.sum(0)
     diagnoses = {
-        "only what comes through this rank's rows. Scatter it, do not slice.": alone[place],
-        "a mean. What comes through the rows adds up.": by_rank[place] / len(ranks),
-        "that of another rank's tokens.": by_rank[place - 1],
+        "only what comes through this rank's rows. Scatter it, do not slice.": d_xs[rank, rank],
+        "a mean. What comes through the rows adds up.": d_x[rank] / n,
+        "that of another rank's tokens.": d_x[rank - 1],
     }
-    yield from unlike("the gradient of x", x.grad, by_rank[place], diagnoses, "not right.")
-    of_all = [each.T @ whole for each in grads]
+    yield from unlike("the gradient of x", x.grad, d_x[rank], diagnoses, "not right.")
+    d_weights = gradients.mT @ whole
+    own_gradient = gradients[rank].chunk(n)[rank]
     diagnoses = {
-        "of this rank's tokens alone. Gather x again.": grad.split(len(own))[place].T @ own,
-        "added up over the ranks. Each has rows of its own.": sum(of_all),
+        "of this rank's tokens alone. Gather x again.": own_gradient.T @ xs[rank],
+        "added up over the ranks. Each has rows of its own.": d_weights.sum(0),
     }
-    yield from unlike("the gradient of weight", weight.grad, of_all[place], diagnoses, "not right.")
-    for pass_, messages, most in (("forward", forward, 1), ("backward", backward, 2)):
-        # An all-reduce sends as much as a gather and a scatter.
-        sizes = [each.numel * (1 + (each.collective == "all_reduce")) for each in messages]
-        times = sum(sizes) / whole.numel()
-        if times > most:
-            yield f"{pass_} sends as much as {times:g} gathers of x; {most} would do."
+    yield from unlike(
+        "the gradient of weight", weight.grad, d_weights[rank], diagnoses, "not right."
+    )
+    yield from _sends_little("forward", forward, whole, 1)
+    yield from _sends_little("backward", backward, whole, 2)
     yield Property("it gathers in both passes, and scatters the gradient of x")
+
+
+def _largest_kept(function):
+    """The bytes of the largest tensor that an autograd function keeps for its backward."""
+    kept = list(function.saved_tensors) + list(vars(function).values())
+    return max(x.untyped_storage().nbytes() for x in kept if torch.is_tensor(x))
+
+
+def _sends_little(when, messages, whole, most):
+    # An all-reduce sends as much as a gather and a scatter.
+    gathers = {"all_reduce": 2}
+    numbers = sum(x.numel * gathers.get(x.collective, 1) for x in messages)
+    times = numbers / whole.numel()
+    if times > most:
+        yield f"{when} sends as much as {times:g} gathers of x; {most} would do."
