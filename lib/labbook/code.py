@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,9 +47,10 @@ def of_notebook(path: Path) -> dict[str, str]:
         hashes |= of_cells(cells[: place + 1], parameters)
     if hashes:
         return hashes
-    codes = _statements(cells)
+    executed = _statements(cells)
     packages = [room.partition(".")[0] for room in project().measured]
-    return _files(codes, packages) | {"its cells": _digest(*(code.text for code in codes))}
+    text = "".join(statement.text for statement in executed)
+    return _files(executed, packages) | {"its cells": _digest(text)}
 
 
 def of_cells(sources: Sequence[str], parameters: Collection[str] = ()) -> dict[str, str]:
@@ -58,24 +59,21 @@ def of_cells(sources: Sequence[str], parameters: Collection[str] = ()) -> dict[s
     sources: of the cells, in the order of their execution.
     parameters: the names whose literal values are no code.
     """
-    before = _statements(sources[:-1])
-    needed = set()
+    executed = _statements(sources[:-1])
+    places = set()
     tables = []
-    for code in statements(sources[-1]):
-        before.append(code)
-        if code.tables:
-            needed |= _needed(before)
-            tables += code.tables
-    if not needed:
+    for statement in statements(sources[-1]):
+        executed.append(statement)
+        if statement.tables:
+            places |= _needed(executed)
+            tables += statement.tables
+    if not tables:
         return {}
-    codes = [
-        code
-        for code in (before[place] for place in sorted(needed))
-        if code.looks_up | code.changes or not code.binds <= set(parameters)
-    ]
-    digest = _digest(*(code.text for code in codes))
+    needed = [executed[place] for place in sorted(places)]
+    needed = [statement for statement in needed if not statement.only_sets(parameters)]
+    digest = _digest("".join(statement.text for statement in needed))
     cell = f"the cell that saves {', '.join(dict.fromkeys(tables))} #{digest[:6]}"
-    return _files(codes, project().measured) | TIMING | {cell: digest}
+    return _files(needed, project().measured) | TIMING | {cell: digest}
 
 
 def notebook_of(slug: str) -> Path | None:
@@ -86,10 +84,11 @@ def notebook_of(slug: str) -> Path | None:
 def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """The files and cells of `before` that are other ones now, or gone: "attention/launcher.py"."""
     names = [name for name, digest in before.items() if now.get(name) != digest]
+    # Without their package, and without the digest that tells two cells apart.
     return sorted({re.sub(r"^[\w.]+/| #\w+$", "", name) for name in names})
 
 
-# A piece of code: its text, and the names in it.
+# A piece of code: its text, and what it imports.
 
 
 def normalised(tree: ast.AST) -> str:
@@ -125,27 +124,31 @@ def _imports(tree):
     return names
 
 
-def _digest(*texts):
-    return hashlib.sha256("".join(texts).encode()).hexdigest()[:12]
+def _digest(text):
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 # Statements of notebooks.
 
 
 @dataclass
-class Code:
-    """A statement.
+class Statement:
+    """A statement of a cell.
 
     looks_up: names that must be bound before. binds: names bound. changes: names whose value may change.
     tables: of calls that save rows.
     """
 
     imports: set[str]
-    text: str = ""
-    looks_up: set[str] = field(default_factory=set)
-    binds: set[str] = field(default_factory=set)
-    changes: set[str] = field(default_factory=set)
-    tables: list[str] = field(default_factory=list)
+    looks_up: set[str]
+    binds: set[str]
+    changes: set[str]
+    tables: list[str]
+    text: str
+
+    def only_sets(self, names: Collection[str]) -> bool:
+        """Whether it does nothing but bind some of these names to literals."""
+        return self.binds <= set(names) and not self.looks_up | self.changes
 
 
 def code_cells(path: Path) -> tuple[list[str], set[str]]:
@@ -157,16 +160,17 @@ def code_cells(path: Path) -> tuple[list[str], set[str]]:
         if cell["cell_type"] == "code":
             sources.append("".join(cell["source"]))
             if "parameters" in cell["metadata"].get("tags", ()):
-                parameters.update(*(code.binds for code in statements(sources[-1])))
+                for statement in statements(sources[-1]):
+                    parameters |= statement.binds
     return sources, parameters
 
 
 def _statements(sources):
-    return [code for source in sources for code in statements(source)]
+    return [statement for source in sources for statement in statements(source)]
 
 
 @cache
-def statements(source: str) -> list[Code]:
+def statements(source: str) -> list[Statement]:
     """The statements of a cell, as IPython executes them; of %time and %%time those that they time.
 
     Of an import each name is a statement, for others of that line do not matter.
@@ -191,37 +195,51 @@ def statements(source: str) -> list[Code]:
     return codes
 
 
-def _read(statement):
+def _read(node):
     """Raises SyntaxError: it can only stand in a function."""
-    tree = ast.Module([statement], type_ignores=[])
-    code = Code(_imports(tree))
-    for node in ast.walk(tree):
-        _add_names(code, node)
+    tree = ast.Module([node], type_ignores=[])
     bytecode = compile(tree, "code", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    code.looks_up.update(_looked_up(bytecode, code.binds))
-    match statement:
+    looks_up, binds = _names(bytecode)
+    changes = _changes(tree)
+    match node:
         case ast.FunctionDef() | ast.ClassDef():
-            code.changes.clear()
+            # It changes nothing before it is called.
+            changes = set()
         case ast.Assign() | ast.AnnAssign() | ast.Import() | ast.ImportFrom():
             pass
         case _:
             # What a loop or a branch binds may be bound, or not.
-            code.changes |= code.binds
-            code.binds = set()
-    code.text = normalised(tree)
-    return code
+            changes |= binds
+            binds = set()
+    imports = _imports(tree)
+    tables = _tables(tree)
+    # Last, for it changes the tree.
+    text = normalised(tree)
+    return Statement(imports, looks_up, binds, changes, tables, text)
 
 
-def _add_names(code, node):
-    match node:
-        case ast.Call(ast.Name(name) | ast.Attribute(attr=name), arguments) if name in _SAVES:
-            texts = [str(each.value) for each in arguments if isinstance(each, ast.Constant)]
-            code.tables += texts[:1] or ["rows"]
-        case ast.Attribute(attr=name) if _MUTATORS.fullmatch(name):
-            code.changes.add(_root(node))
-        case ast.Attribute(ctx=context) | ast.Subscript(ctx=context):
-            if not isinstance(context, ast.Load):
-                code.changes.add(_root(node))
+def _tables(tree):
+    """Of calls that save rows the tables, as far as they are written there."""
+    tables = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(ast.Name(name) | ast.Attribute(attr=name), arguments) if name in _SAVES:
+                texts = [str(each.value) for each in arguments if isinstance(each, ast.Constant)]
+                tables += texts[:1] or ["rows"]
+    return tables
+
+
+def _changes(tree):
+    """The names whose value may change: a method may change it, or a part of it is bound or deleted."""
+    names = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name) if _MUTATORS.fullmatch(name):
+                names.add(_root(node))
+            case ast.Attribute(ctx=context) | ast.Subscript(ctx=context):
+                if not isinstance(context, ast.Load):
+                    names.add(_root(node))
+    return names
 
 
 def _root(node):
@@ -231,16 +249,24 @@ def _root(node):
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _looked_up(bytecode, bound):
-    """The names that bytecode looks up before it binds them; those that it binds are added to `bound`."""
+def _names(bytecode, bound=frozenset()):
+    """The names that bytecode looks up before it binds them, and those that it binds.
+
+    bound: names that are bound before.
+    """
+    looks_up = set()
+    binds = set()
     for step in dis.get_instructions(bytecode):
-        if isinstance(step.argval, CodeType):
+        name = step.argval
+        if isinstance(name, CodeType):
             # A function or a class: what it binds is its own.
-            yield from _looked_up(step.argval, set(bound))
-        elif step.opname in _LOOKS_UP and step.argval not in bound:
-            yield step.argval
+            inner, _ = _names(name, bound | binds)
+            looks_up |= inner
+        elif step.opname in _LOOKS_UP and name not in bound | binds:
+            looks_up.add(name)
         elif step.opname == "STORE_NAME":
-            bound.add(step.argval)
+            binds.add(name)
+    return looks_up, binds
 
 
 def _needed(before):
@@ -319,6 +345,7 @@ def _files(codes, rooms):
         package, _, _ = name.partition(".")
         file = str(path.relative_to(_folder(package).parent))
         if file not in files:
-            files[file], imports = _module(path)
+            digest, imports = _module(path)
+            files[file] = digest
             waiting += imports
     return files

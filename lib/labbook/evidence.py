@@ -11,23 +11,24 @@ from labbook.rows import run_counts
 from labbook.runs import Record, load_run
 
 
-class Rows(NamedTuple):
-    """What one run measured of a table. changed: what of the run's code is not today's."""
+class Measurement(NamedTuple):
+    """The rows of a table that one run measured. changed: what of the run's code is not today's."""
 
     machine: str
     table: str
-    number: int
+    row_count: int
     run: Record
     changed: list[str]
 
 
-def measurements(slug: str, machines: Iterable[str]) -> Iterator[Rows]:
+def measurements(slug: str, machines: Iterable[str]) -> Iterator[Measurement]:
     """What runs measured for a problem on some machines."""
     now = code.of_notebook(code.notebook_of(slug))
     for machine in machines:
-        for (table, name), number in run_counts(slug, machine).items():
+        for (table, name), row_count in run_counts(slug, machine).items():
             run = load_run(machine, name)
-            yield Rows(machine, table, number, run, code.changed(run.code, now))
+            changed = code.changed(run.code, now)
+            yield Measurement(machine, table, row_count, run, changed)
 
 
 def measured(rows: pd.DataFrame, keys: Iterable[str], steps: int) -> Callable:
@@ -46,11 +47,14 @@ def _point(row, keys):
 
 def rows_of(now: Mapping[str, str], rows: pd.DataFrame, machine: str) -> pd.DataFrame:
     """The rows of a machine that all of this code measured, with these versions, on its present card."""
+    if not now:
+        return rows[:0]
     # Cards of one name and another memory or socket share a folder.
     here = versions() | {"gpu": gpu_of(machine)}
     runs = []
     for name in rows["run"].unique():
         run = load_run(machine, name)
-        if now and here.items() <= vars(run).items() and not code.changed(now, run.code):
+        is_here = all(getattr(run, fact) == value for fact, value in here.items())
+        if is_here and not code.changed(now, run.code):
             runs.append(name)
     return rows[rows["run"].isin(runs)]

@@ -3,7 +3,7 @@
 import gc
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 
 import pandas as pd
 import psutil
@@ -62,13 +62,18 @@ class Page:
         self.card = machine_card(self.device, is_several)
         self.reference = parameters.get("reference") or project().reference or self.card.slug
         self.reference_card = load_card(self.reference)
-        self._cells = parameters.get("In", [])  # IPython's; it grows with every cell
-        _, self._names = code.code_cells(code.notebook_of(slug))
-        values = {name: parameters[name] for name in sorted(self._names) if name in parameters}
-        self.run = Run(slug, self.card.slug, values, self._code)
+        _, names = code.code_cells(code.notebook_of(slug))
+        values = {name: parameters[name] for name in sorted(names) if name in parameters}
+        cells = parameters.get("In", [""])  # IPython's; it grows with every cell
+        self.run = Run(slug, self.card.slug, values, partial(code.of_cells, cells, values))
         self._printed = set()
         self._print(self.card.line())
-        line, changed = provenance(slug, {self.reference} | set(project().committed))
+        self._show_provenance()
+
+    def _show_provenance(self):
+        """Print by which code the committed rows were measured; fold the names of what changed since."""
+        machines = {self.reference} | set(project().committed)
+        line, changed = provenance(self.slug, machines)
         if changed:
             folded = f"<details><summary>{line}</summary>{', '.join(changed)}</details>"
             display.display({"text/plain": line, "text/html": folded}, raw=True)
@@ -133,12 +138,8 @@ class Page:
 
     def on_record(self, table: str) -> pd.DataFrame:
         """This machine's rows that the code of the running cell measured; none with $LABBOOK_AGAIN set."""
-        now = {} if os.environ.get("LABBOOK_AGAIN") else self._code()
+        now = {} if os.environ.get("LABBOOK_AGAIN") else self.run.executed()
         return evidence.rows_of(now, self.rows(table), self.card.slug)
-
-    def _code(self):
-        """The hashes of what the running cell saves (see `labbook.code`); none outside of IPython."""
-        return code.of_cells(self._cells, self._names) if self._cells else {}
 
     def figure(self, figure, stem: str, *, here: bool = False):
         """Write a figure to `figures/<machine>/<slug>/<stem>.png`, and hand it back to be shown.

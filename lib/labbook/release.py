@@ -22,24 +22,28 @@ def provenance(slug: str, machines: Iterable[str]) -> tuple[str, list[str]]:
     measured = list(measurements(slug, machines))
     if not measured:
         return "", []
-    where = ", ".join(sorted({rows.machine for rows in measured}))
-    line = f"measured on {where}"
+    changed = sorted({name for each in measured for name in each.changed})
+    files = "file has" if len(changed) == 1 else "files have"
+    return f"{_origin(measured)}; {len(changed) or 'no'} measured {files} changed since", changed
+
+
+def _origin(measured):
+    """Where rows were measured, and, if all of them are of the release, at which."""
+    where = ", ".join(sorted({each.machine for each in measured}))
     if _path().exists():
         name, commit_and_date, hashes = _read()
-        if not any(code.changed(rows.run.code, hashes) for rows in measured):
-            line = f"measured at {name} ({commit_and_date}, {where})"
-    changed = sorted({name for rows in measured for name in rows.changed})
-    files = "file has" if len(changed) == 1 else "files have"
-    return f"{line}; {len(changed) or 'no'} measured {files} changed since", changed
+        if not any(code.changed(each.run.code, hashes) for each in measured):
+            return f"measured at {name} ({commit_and_date}, {where})"
+    return f"measured on {where}"
 
 
 def old_rows() -> list[str]:
     """The committed rows that are not of today's code, and what has changed since, a line a table and run."""
     return [
-        f"{notebook}: {rows.table} of {rows.machine}, {rows.number:,} rows; "
-        f"changed since: {', '.join(rows.changed)}"
-        for notebook, rows in _committed()
-        if rows.changed
+        f"{notebook}: {each.table} of {each.machine}, {each.row_count:,} rows; "
+        f"changed since: {', '.join(each.changed)}"
+        for notebook, each in _committed()
+        if each.changed
     ]
 
 
@@ -49,19 +53,22 @@ def write(name: str, commit: str = "") -> None:
     commit: that was measured; by default the one that most of their runs name.
     Raises ValueError: there are no rows.
     """
-    runs = [rows.run for _, rows in _committed()]
+    runs = [each.run for _, each in _committed()]
     commit = commit or mode(run.commit for run in runs)
     date = max(run.measured_at[-1] for run in runs)[:10]
-    hashes = {file: digest for run in runs for file, digest in run.code.items()}
-    lines = [f"{digest} {file}" for file, digest in sorted(hashes.items())]
-    write_atomically(_path(), "\n".join([f"{name} {commit}, {date}"] + lines) + "\n")
+    hashes = {}
+    for run in runs:
+        hashes |= run.code
+    lines = [f"{name} {commit}, {date}"]
+    lines += [f"{digest} {file}" for file, digest in sorted(hashes.items())]
+    write_atomically(_path(), "\n".join(lines) + "\n")
 
 
 def _committed():
     """What runs measured for each notebook on the committed machines."""
     for path in sorted(project().notebooks.glob("[0-9][0-9]_*.ipynb")):
-        for rows in measurements(path.stem[3:], project().committed):
-            yield path.stem, rows
+        for measurement in measurements(path.stem[3:], project().committed):
+            yield path.stem, measurement
 
 
 def _path():

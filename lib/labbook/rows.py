@@ -18,7 +18,7 @@ import pandas as pd
 
 from labbook import runs
 from labbook.files import figures_dir, find, locked, make_folder, write_atomically
-from labbook.schema import Table, schema
+from labbook.schema import schema
 
 _DIGITS = {"float": 6, "exact": 9}  # significant, that a file keeps
 _EXPECTED = {"int": "a whole number, 0 or more", "bool": "true or false", "text": "text"}
@@ -49,37 +49,42 @@ def save_rows(rows: Iterable[Mapping], slug: str, table: str, machine: str, run:
     """
     path = figures_dir() / _file(machine, slug, table)
     columns = schema().tables[table]
-    batch = []
-    keys = set()
-    for record in rows:
-        try:
-            row = checked(record, columns)
-            key = ", ".join(f"{name}={row[name]}" for name in columns.keys if name in row)
-            if key in keys:
-                raise ValueError(f"duplicate key {key}; allowed: once")
-        except ValueError as error:
-            raise RowError(f"{_name(path)}, rows[{len(batch)}]: {error}") from None
-        keys.add(key)
-        batch.append(row | {"run": run.name})
+    batch = _checked(rows, columns, path)
     if not batch:
         return path
     make_folder(path.parent)
     with locked(path.parent.parent):
         before = _read(path, table)
+        # Before the rows that name it: a kill leaves no row without its run.
         run.write()
-        after = _replaced(before, batch, columns)
+        after = _upserted(before, [row | {"run": run.name} for row in batch], columns)
         write_atomically(path, after.to_csv(index=False, lineterminator="\n"))
         runs.remove_unused(machine, set(before["run"]) - set(after["run"]) - {""})
     return path
 
 
-def _replaced(before, batch, table):
-    """The fields of a file once rows are in it."""
-    fields = [{name: _written(value) for name, value in row.items()} for row in batch]
-    after = pd.DataFrame(fields, columns=list(table.types), dtype=object).fillna("")
-    by = list(table.group or table.keys)
-    is_replaced = pd.MultiIndex.from_frame(before[by]).isin(pd.MultiIndex.from_frame(after[by]))
-    return _sorted(pd.concat([before[~is_replaced], after]), table)
+def _checked(records, columns, path):
+    """The rows of records, no two with one key."""
+    rows = {}
+    for number, record in enumerate(records):
+        try:
+            row = _row(record, columns)
+            key = ", ".join(f"{name}={row[name]}" for name in columns.keys if name in row)
+            if key in rows:
+                raise ValueError(f"duplicate key {key}; allowed: once")
+        except ValueError as error:
+            raise RowError(f"{_name(path)}, rows[{number}]: {error}") from None
+        rows[key] = row
+    return list(rows.values())
+
+
+def _upserted(before, rows, columns):
+    """The fields of a file once rows are in it, instead of those of their keys or groups."""
+    new = pd.DataFrame(rows, columns=list(columns.types), dtype=object).fillna("").map(_written)
+    by = list(columns.group or columns.keys)
+    new_places = pd.MultiIndex.from_frame(new[by])
+    is_replaced = pd.MultiIndex.from_frame(before[by]).isin(new_places)
+    return _sorted(pd.concat([before[~is_replaced], new]), columns)
 
 
 def _written(value):
@@ -123,17 +128,12 @@ def published(name: str) -> pd.DataFrame:
 # One value, one row.
 
 
-def checked(record: Mapping, columns: Table) -> dict:
+def _row(record, columns):
     """The record with each value as its column stores it, without empty ones; these may be of other tables.
 
     Raises ValueError: what was given, what is allowed.
     """
-    for name, value in record.items():
-        is_known = name == "machine" or name in columns.types
-        if not (is_known or value == "" or pd.isna(value)):  # of a frame with more columns
-            raise ValueError(
-                f"there is no column {name!r}; allowed: {', '.join(columns.keys | columns.values)}"
-            )
+    _refuse_unknown_columns(record, columns)
     row = {"status": "ok"}
     for name, kind in columns.types.items():
         try:
@@ -142,6 +142,19 @@ def checked(record: Mapping, columns: Table) -> dict:
             raise ValueError(f"{name} is {record[name]!r}; {error}") from None
         if value is not None:
             row[name] = value
+    _refuse_impossible_times(row, columns)
+    return row
+
+
+def _refuse_unknown_columns(record, columns):
+    allowed = columns.keys | columns.values
+    for name, value in record.items():
+        is_known = name == "machine" or name in columns.types
+        if not (is_known or value == "" or pd.isna(value)):  # of a frame with more columns
+            raise ValueError(f"there is no column {name!r}; allowed: {', '.join(allowed)}")
+
+
+def _refuse_impossible_times(row, columns):
     status = row["status"]
     times = [name for name in columns.values if name in row and name.endswith("_ms")]
     if status != "ok" and times:
@@ -150,28 +163,32 @@ def checked(record: Mapping, columns: Table) -> dict:
     spread = [row[name] for name in ("p20_ms", "p50_ms", "p80_ms") if name in row]
     if spread != sorted(spread):
         raise ValueError(f"p20_ms, p50_ms, p80_ms are {spread}; allowed: none falls")
-    return row
 
 
 def _stored(column, kind, value):
     """The value as the column stores it; None, NaN and pandas' NA are empty. ValueError: what is allowed."""
     if pd.api.types.is_scalar(value) and pd.isna(value):
         return None
-    if kind == "text" and isinstance(value, str):
-        text = " ".join(value.split())  # a row is one line
-        allowed = schema().allowed.get(column)
-        if text and allowed and text not in allowed:
-            raise ValueError(f"allowed: {', '.join(allowed)}")
-        return text or None
-    if isinstance(value, bool | np.bool_):
-        if kind == "bool":
+    is_truth_value = isinstance(value, bool | np.bool_)
+    is_number = isinstance(value, numbers.Real) and not is_truth_value and math.isfinite(value)
+    match kind:
+        case "text" if isinstance(value, str):
+            return _stored_text(column, value)
+        case "bool" if is_truth_value:
             return bool(value)
-    elif isinstance(value, numbers.Real) and math.isfinite(value):
-        if kind in _DIGITS:
-            return float(f"{value:.{_DIGITS[kind]}g}")
-        if kind == "int" and value >= 0 and float(value).is_integer():
+        case "int" if is_number and value >= 0 and float(value).is_integer():
             return int(value)
+        case "float" | "exact" if is_number:
+            return float(f"{value:.{_DIGITS[kind]}g}")
     raise ValueError(f"allowed: {_EXPECTED.get(kind, 'a finite number')}")
+
+
+def _stored_text(column, value):
+    text = " ".join(value.split())  # a row is one line
+    allowed = schema().allowed.get(column)
+    if text and allowed and text not in allowed:
+        raise ValueError(f"allowed: {', '.join(allowed)}")
+    return text or None
 
 
 # The file.
@@ -202,7 +219,7 @@ def _read(path, table):
     except (ValueError, csv.Error) as error:
         raise _damaged(path, error or "it is empty") from None
     names = set(header)
-    if names - set(types) or set(columns.keys) - names or len(names) < len(header):
+    if not set(columns.keys) <= names <= set(types) or len(names) < len(header):
         message = f"line 1 has the columns {', '.join(header)}; allowed: {', '.join(types)}"
         raise _damaged(path, message)
     for number, fields in enumerate(lines, start=2):
@@ -223,18 +240,21 @@ def _typed(fields, kind, path):
     """The values of a column of a file."""
     values = {}
     for text in fields.unique():
-        value = text or None
-        # Text is as it is; what cannot be read is refused as it is.
-        with suppress(KeyError, ValueError):
-            value = _READ[kind](text)
         try:
-            values[text] = _stored(fields.name, kind, value)
+            values[text] = _stored(fields.name, kind, _parsed(text, kind))
         except ValueError as error:
             message = f"line {(fields == text).idxmax()}: {fields.name} is {text!r}; {error}"
             raise RowError(f"{_name(path)}, {message}") from None
     gaps = None in values.values()
     dtypes = {"int": float if gaps else int, "bool": object if gaps else bool, "text": object}
     return pd.Series([values[text] for text in fields], dtype=dtypes.get(kind, float))
+
+
+def _parsed(text, kind):
+    """The value in a field; what cannot be read stays text, which is then refused as it stands there."""
+    with suppress(KeyError, ValueError):
+        return _READ[kind](text)
+    return text or None
 
 
 def _sorted(fields, columns):

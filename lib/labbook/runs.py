@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from labbook import machine
 from labbook.files import figures_dir, find, read_record, write_record
+from labbook.machine import gpu_of, now, versions
 from labbook.project import project
 
 _UNKNOWN = {"code that is not on record": ""}  # of rows saved by hand, or whose run is gone
@@ -63,7 +63,8 @@ class Run:
 
     def write(self) -> None:
         """Write the file of the run, or bring it up to date: its code and the time of its last rows."""
-        self.record.measured_at[1:] = [machine.now()]
+        first = self.record.measured_at[0]
+        self.record.measured_at = [first, now()]
         code = self.record.code | self.executed()
         self.record.code = dict(sorted(code.items()))
         write_record(figures_dir() / self.machine / "runs" / f"{self.name}.json", self.record)
@@ -75,9 +76,9 @@ class Run:
             run=self.name,
             slug=self.slug,
             machine=self.machine,
-            gpu=machine.gpu_of(self.machine),
-            measured_at=[machine.now()],
-            **machine.versions(),
+            gpu=gpu_of(self.machine),
+            measured_at=[now()],
+            **versions(),
         )
         record.settings = _settings()
         record.commit = git_commit(project().root)
@@ -116,6 +117,7 @@ def remove_unused(machine_slug: str, names: Iterable[str]) -> None:
     folder = figures_dir() / machine_slug
     for name in names:
         has_row = any(name.encode() in table.read_bytes() for table in folder.glob("*/*.csv"))
+        # A name that a damaged file has may be a path.
         if Path(name).name == name and not has_row:
             (folder / "runs" / f"{name}.json").unlink(missing_ok=True)
 
