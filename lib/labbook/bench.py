@@ -13,7 +13,7 @@ process its memory is given back, over several ranks the processes are started a
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, product
 
@@ -160,16 +160,20 @@ def _measured(group, setup, options, context=None):
         if context is None:
             rows = _timed_in_process(group, setup, options)
         else:
-            # Running out of memory ends the process: the other ranks cannot go on without it.
-            steps = setup(first, context)
-            rows = [_timed(case, steps, options, context) for case in group]
-            steps = None
+            rows = _timed_on_rank(group, setup, options, context)
+    # Now that the steps are gone, and with them what they hold.
     timing.release_memory(first.device)
     return rows
 
 
+def _timed_on_rank(group, setup, options, context):
+    """Running out of memory ends the process: the other ranks cannot go on without it."""
+    steps = setup(group[0], context)
+    return [_timed(case, steps, options, context) for case in group]
+
+
 def _timed_in_process(group, setup, options):
-    """The same; what runs out of memory is a row."""
+    """What runs out of memory is a row."""
     first = group[0]
     steps, failure = _attempt(partial(setup, first), first.device, options["errors"])
     if failure:
@@ -203,15 +207,19 @@ def _timed(case, steps, options, context=None):
     if times.status != "ok":
         return _row(case, times)
     # Before the steps beside it, whose memory does not count.
-    values = ranks.peaks(context) if context is not None else {}
-    peak_mib = values.get("peak_memory_mib", times.peak_memory_mib)
-    if peak_mib is not None and peak_mib * MIB < step.least_bytes:
-        kept = f"the set-up alone keeps {step.least_bytes / MIB:.1f} MiB"
-        raise ValueError(f"{dict(case)}: its peak is {peak_mib:.1f} MiB, and {kept}")
-    values |= step.medians(case.device, context)
+    if context is not None:
+        times = replace(times, **ranks.peaks(context))
+    _refuse_impossible_peak(case, times.peak_memory_mib, step.least_bytes)
+    values = step.medians(case.device, context)
     if step.values:
         values |= step.values()
     return _row(case, times, **values)
+
+
+def _refuse_impossible_peak(case, peak_mib, least_bytes):
+    if peak_mib is not None and peak_mib * MIB < least_bytes:
+        kept = f"the set-up alone keeps {least_bytes / MIB:.1f} MiB"
+        raise ValueError(f"{dict(case)}: its peak is {peak_mib:.1f} MiB, and {kept}")
 
 
 def _over_ranks(groups, setup, options, start):

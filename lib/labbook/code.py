@@ -289,10 +289,10 @@ def _needed(before):
 def _binders(before, name):
     """The last statement that binds a name, and those that may have changed it since."""
     for place in reversed(range(len(before))):
-        code = before[place]
-        if name in code.binds | code.changes:
+        statement = before[place]
+        if name in statement.binds | statement.changes:
             yield place
-        if name in code.binds:
+        if name in statement.binds:
             return
 
 
@@ -332,11 +332,11 @@ def _module(path):
     return _digest(normalised(tree)), _imports(tree)
 
 
-def _files(codes, rooms):
-    """The hash of each file of some rooms that code leads to."""
+def _files(executed, rooms):
+    """The hash of each file of some rooms that statements lead to."""
     prefixes = tuple(f"{room}." for room in rooms)
     files = {}
-    waiting = [name for code in codes for name in code.imports]
+    waiting = [name for statement in executed for name in statement.imports]
     while waiting:
         name = waiting.pop()
         path = _path(name) if f"{name}.".startswith(prefixes) else None

@@ -20,9 +20,9 @@ def figures_dir() -> Path:
 def find(folder: str, *parts: str) -> Path:
     """Path of a file to read: under `figures_dir()`, or, of a committed folder, in the project's."""
     path = figures_dir().joinpath(folder, *parts)
-    committed = project().figures.joinpath(folder, *parts)
-    is_committed = folder in project().committed and committed.exists()
-    return committed if is_committed and not path.exists() else path
+    if folder in project().committed and not path.exists():
+        return project().figures.joinpath(folder, *parts)
+    return path
 
 
 def make_folder(folder: Path, way_out: str = "set LABBOOK_FIGURES to a folder that can") -> Path:

@@ -96,9 +96,13 @@ def with_derived(rows: pd.DataFrame) -> pd.DataFrame:
     for name, (columns, label) in vocabulary().derivations.items():
         if name not in rows and set(columns) <= set(rows):
             points = rows[columns].itertuples(index=False)
-            labels = [None if pd.isna(list(values)).any() else label(*values) for values in points]
+            labels = [_derived(values, label) for values in points]
             rows = rows.assign(**{name: pd.Series(labels, rows.index, dtype=object)})
     return rows
+
+
+def _derived(values, label):
+    return None if any(map(pd.isna, values)) else label(*values)
 
 
 def column_of(name: str | None) -> Column:

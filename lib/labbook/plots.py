@@ -20,7 +20,6 @@ from labbook.figure import Drawing, plain_numbers, plot, sheet
 from labbook.labels import STATUS_LABELS, column_label, ordered, quantity, significant, value_label
 from labbook.style import BLUE, PAPER, SILVER, ZONE, palette
 
-_BAND = ["_x", "p20_ms", "p80_ms"]
 _MANY_POINTS = 40  # beyond which markers would hide their line
 _BAR_WIDTH = 0.8  # of the distance between two groups
 _LABEL_INCHES = 0.34  # the width of a number above a bar
@@ -30,9 +29,9 @@ _OUTLINE = withStroke(linewidth=2, foreground=PAPER)
 
 def _with_hue(frame, hue):
     """The rows with `_hue`, by which they are told apart, and a colour for each of its values."""
-    # pandas would make a series of columns that have no name.
-    colors = palette(frame[hue], hue) if hue else {"all": BLUE}
-    return frame.assign(_hue=frame[hue] if hue else "all"), colors
+    if hue is None:
+        return frame.assign(_hue="all"), {"all": BLUE}
+    return frame.assign(_hue=frame[hue]), palette(frame[hue], hue)
 
 
 @plot
@@ -57,8 +56,8 @@ def lines(
     # Numbers stand at themselves, words at equal distances.
     places = frame[x].map(names.index) if labels.is_text(names) else frame[x]
     chart, panels = sheet(marked.assign(_x=places), facet, sharey=sharey)
-    spread = frame.reindex(columns=_BAND)
     # Medians have a spread, and one wide enough to be seen.
+    spread = frame.reindex(columns=["p20_ms", "p80_ms"])
     has_band = y == "p50_ms" and (spread["p80_ms"] > 1.1 * spread["p20_ms"]).any()
     for axes, rows in panels:
         _draw_lines(axes, rows, y, colors, has_band)
@@ -96,14 +95,17 @@ def _named_at_ends(panels, legend):
     axes.figure.draw_without_rendering()  # only now it is known where they are
     boxes = [text.get_window_extent().padded(3) for text in axes.texts]
     curves = [line.get_path().transformed(axes.transData) for line in axes.lines]
-    fit = all(
-        box.count_overlaps(boxes) == 1
-        and not any(curve.intersects_bbox(box, filled=False) for curve in curves)
-        for box in boxes[-len(names) :]
-    )
-    for name in () if fit else names:
-        name.remove()
-    return fit
+    if any(_touches(box, boxes, curves) for box in boxes[-len(names) :]):
+        for name in names:
+            name.remove()
+        return False
+    return True
+
+
+def _touches(box, boxes, curves):
+    """Whether a box overlaps another of the boxes, which it is among, or a curve."""
+    crossed = any(curve.intersects_bbox(box, filled=False) for curve in curves)
+    return crossed or box.count_overlaps(boxes) > 1
 
 
 def _legend(colors, column, entry=Patch):
@@ -131,8 +133,8 @@ def _draw_lines(axes, rows, y, colors, has_band):
             continue
         axes.plot(line["_x"], line[y], color=color, marker=marker)
         if has_band:
-            edges = line[_BAND].dropna().to_numpy(float).T
-            axes.fill_between(*edges, color=color, alpha=0.16)
+            band = line.dropna(subset=["p20_ms", "p80_ms"])
+            axes.fill_between("_x", "p20_ms", "p80_ms", data=band, color=color, alpha=0.16)
 
 
 def _mark_failures(panels, y, colors):
@@ -140,14 +142,13 @@ def _mark_failures(panels, y, colors):
     for axes, rows in panels:
         failures = rows[rows[y].isna() & rows["status"].isin(STATUS_LABELS)]
         for x, of_place in failures.groupby("_x"):
-            words = of_place["status"].map(STATUS_LABELS)
-            for line, (value, word) in enumerate(zip(of_place["_hue"], words, strict=True)):
+            for line, row in enumerate(of_place.to_dict("records")):
                 axes.text(
                     x,
                     1,
-                    "\n" * line + word,
+                    "\n" * line + STATUS_LABELS[row["status"]],
                     transform=axes.get_xaxis_transform(),
-                    color=colors[value],
+                    color=colors[row["_hue"]],
                     size=8,
                     weight="bold",
                     ha="center",
@@ -228,30 +229,37 @@ def stacked_bars(
     colors = palette(frame[part], part)
     groups = ordered(frame[x], x)
     chart, panels = sheet(frame, facet)
+    shares = []
     for axes, rows in panels:
         heights = rows.pivot_table(y, x, part, "sum")
         heights = heights.reindex(groups, columns=list(colors)).fillna(0)
         totals = heights.sum(axis=1)
+        shares.append(heights.div(totals, axis=0).fillna(0))
         if share:
-            heights = 100 * heights.div(totals, axis=0).fillna(0)
-        _draw_groups(axes, heights, colors, stacked=True)
-        for boxes in axes.containers if share else ():
-            axes.bar_label(
-                boxes,
-                fmt=lambda height: f"{height:.0f}" if height >= 5.5 else "",
-                label_type="center",
-                size=8,
-                path_effects=[_OUTLINE],
-            )
+            _draw_groups(axes, 100 * shares[-1], colors, stacked=True)
+            _write_percentages(axes)
+        else:
+            _draw_groups(axes, heights, colors, stacked=True)
         texts = [quantity(total, y) if total else "" for total in totals]
         axes.bar_label(axes.containers[-1], texts, padding=3, size=8.5)
         axes.margins(y=0.1)
     if share:
         panels[0][0].yaxis.set_major_formatter("{x:.0f} %")
     ylabel = "share of time" if share else column_label(y)
-    sums = frame.pivot_table(y, [facet, x] if facet else [x], part, "sum")
-    shares = sums.div(sums.sum(axis=1), axis=0).max()
-    return Drawing(chart, _legend(_visible(colors, shares), part), column_label(x), ylabel)
+    legend = _legend(_visible(colors, pd.concat(shares).max()), part)
+    return Drawing(chart, legend, column_label(x), ylabel)
+
+
+def _write_percentages(axes):
+    """Into the boxes that are high enough for a number."""
+    for boxes in axes.containers:
+        axes.bar_label(
+            boxes,
+            fmt=lambda height: f"{height:.0f}" if height >= 5.5 else "",
+            label_type="center",
+            size=8,
+            path_effects=[_OUTLINE],
+        )
 
 
 @plot
@@ -276,43 +284,49 @@ def spans(
     frame = frame[(frame["end_ms"] > window[0]) & (frame["start_ms"] < window[1])]
     lanes = ordered(frame[lane], lane)
     colors = palette(frame[color], color)
-    frame = frame.assign(_length=frame["end_ms"] - frame["start_ms"])
-    frame["_place"] = frame[lane].map(lanes.index)
-    frame["_half"] = frame[side].map(ordered(frame[side], side).index) if side else 0
-    frame["_shade"] = frame[color].map(list(colors).index)
-    frame["_named"] = frame[text].ne("") if text else False
+    boxes = frame.assign(_length=frame["end_ms"] - frame["start_ms"])
+    boxes["_place"] = frame[lane].map(lanes.index)
+    boxes["_half"] = frame[side].map(ordered(frame[side], side).index) if side else 0
+    boxes["_shade"] = frame[color].map(list(colors).index)
+    boxes["_named"] = frame[text].ne("") if text else False
     height = (0.72 if side else 0.58) * max(len(lanes), 1.5) + 0.75
-    chart, panels = sheet(frame, facet, height=height)
+    chart, panels = sheet(boxes, facet, height=height)
     for axes, rows in panels:
-        axes.set(xlim=window, ylim=(len(lanes) - 0.45, -0.55))
-        axes.set_yticks(range(len(lanes)), [value_label(value, lane) for value in lanes])
-        axes.grid(False)
+        axes.set_xlim(window)
         plain_numbers(axes.xaxis)
-        for place in range(len(lanes)):
-            axes.axhspan(place - 0.4, place + 0.4, color=ZONE, zorder=0.5)
-        _draw_boxes(axes, rows, colors, color, 0.4 if side else 0.8)
+        _draw_lanes(axes, [value_label(value, lane) for value in lanes])
+        _draw_boxes(axes, rows, list(colors.values()), 0.4 if side else 0.8)
     chart.draw_without_rendering()  # only now it is known how much room there is
     for axes, rows in panels:
         for row in rows[rows["_named"]].to_dict("records"):
             ends = np.clip([row["start_ms"], row["end_ms"]], *window)
             _write_inside(axes, ends, row["_place"], row[text])
-    # A box in the lower half is drawn however short: it belongs into the legend.
     duration = window[1] - window[0]
-    drawn = (frame["_length"] + frame["_half"] * duration).groupby(frame[color]).sum()
-    return Drawing(
-        chart, _legend(_visible(colors, drawn / duration), color), "time since the step began (ms)"
-    )
+    # A box in the lower half is drawn however short: it belongs into the legend.
+    seen = boxes["_length"].where(boxes["_half"] == 0, duration)
+    shares = seen.groupby(frame[color]).sum() / duration
+    legend = _legend(_visible(colors, shares), color)
+    return Drawing(chart, legend, "time since the step began (ms)")
 
 
-def _draw_boxes(axes, rows, colors, color, height):
+def _draw_lanes(axes, names):
+    """An empty lane for each name, the first above."""
+    places = range(len(names))
+    axes.set_yticks(places, names)
+    axes.set_ylim(len(names) - 0.45, -0.55)
+    axes.grid(False)
+    for place in places:
+        axes.axhspan(place - 0.4, place + 0.4, color=ZONE, zorder=0.5)
+
+
+def _draw_boxes(axes, rows, shades, height):
     """In the order of the colours: what is exposed lies over what was hidden."""
-    for (_, place, half, named), boxes in rows.groupby(["_shade", "_place", "_half", "_named"]):
-        shade = colors[boxes[color].iloc[0]]
+    for (shade, place, half, named), boxes in rows.groupby(["_shade", "_place", "_half", "_named"]):
         axes.broken_barh(
             boxes[["start_ms", "_length"]].to_numpy(),
             (place - 0.4 + 0.4 * half, height),
-            facecolor=shade,
-            edgecolor=PAPER if named else shade,
+            facecolor=shades[shade],
+            edgecolor=PAPER if named else shades[shade],
             lw=0.6 if half or named else 0,
         )
 

@@ -44,12 +44,17 @@ def palette(values: Iterable[Hashable], column: str | None) -> dict[Hashable, st
     """A colour for each value of a column: the vocabulary's, a ramp for what is ordered, or a spare one."""
     values = ordered(values, column)
     family = family_of(values, column)
+    colors = {value: COLORS[named.color] for value, named in family.items() if named.color}
     are_numbers = len(values) > 1 and not is_text(values)
-    has_no_colors = family and not any(named.color for named in family.values())
-    if are_numbers or has_no_colors:
-        shades = sns.color_palette("crest", as_cmap=True)(np.linspace(0.08, 1, len(values)))
-        # Lightness alone tells them apart.
-        return dict(zip(values, map(to_hex, shades), strict=True))
-    fixed = {value: COLORS.get(family[value].color) for value in values if value in family}
-    spare = cycle([color for color in _SPARE if color not in fixed.values()] or _SPARE)
+    if are_numbers or (family and not colors):
+        return _ramp(values)
+    fixed = {value: colors[value] for value in values if value in colors}
+    unused = [color for color in _SPARE if color not in fixed.values()]
+    spare = cycle(unused or _SPARE)
     return {value: fixed.get(value) or next(spare) for value in values}
+
+
+def _ramp(values):
+    """Colours from light to dark: lightness alone tells them apart."""
+    shades = sns.color_palette("crest", as_cmap=True)(np.linspace(0.08, 1, len(values)))
+    return dict(zip(values, map(to_hex, shades), strict=True))
