@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,7 +130,7 @@ def measure(
     warmup_steps, steps: as in `timing.time_steps`; a case's column `warmup_steps` goes before.
     Raises whatever a set-up or step raises that is neither out of memory nor one of `errors`.
     """
-    options = {"around": around, "errors": errors, "warmup_steps": warmup_steps, "steps": steps}
+    sweep = _Sweep(setup, around, errors, {"warmup_steps": warmup_steps, "steps": steps})
     where = None if stream else timing.resolve_device(device)
     waiting = []
     for _, same in groupby(cases, key=lambda case: case | {"pass": None}):
@@ -146,42 +147,48 @@ def measure(
         if group and stream:
             waiting.append(group)
         elif group:
-            yield _measured(group, setup, options)
+            yield _measured(group, sweep, _timed_in_process)
     by_processes = groupby(waiting, key=lambda group: (group[0]["world_size"], group[0]["backend"]))
     for (world_size, backend), groups in by_processes:
         start = partial(stream, _on_rank, world_size, backend=backend, timeout_s=TIMEOUT_S)
-        yield from _over_ranks(list(groups), setup, options, start)
+        yield from _over_ranks(list(groups), sweep, start)
 
 
-def _measured(group, setup, options, context=None):
-    """Rows of the cases of one set-up, in this process, or on a rank, which has a context."""
+class _Sweep(NamedTuple):
+    """What all cases have in common, as `measure` describes it. counts: of steps, by their columns."""
+
+    setup: Setup
+    around: Callable
+    errors: type[Exception] | tuple[()]
+    counts: dict[str, int]
+
+
+def _measured(group, sweep, timed):
+    """Rows of the cases of one set-up. timed: one of the two functions below."""
     first = group[0]
-    with timing.matmul_precision(first.get("dtype", "float32")), options["around"](first):
-        if context is None:
-            rows = _timed_in_process(group, setup, options)
-        else:
-            rows = _timed_on_rank(group, setup, options, context)
+    with timing.matmul_precision(first.get("dtype", "float32")), sweep.around(first):
+        rows = timed(group, sweep)
     # Now that the steps are gone, and with them what they hold.
     timing.release_memory(first.device)
     return rows
 
 
-def _timed_on_rank(group, setup, options, context):
+def _timed_on_rank(group, sweep, context):
     """Running out of memory ends the process: the other ranks cannot go on without it."""
-    steps = setup(group[0], context)
-    return [_timed(case, steps, options, context) for case in group]
+    steps = sweep.setup(group[0], context)
+    return [_timed(case, steps, sweep.counts, context) for case in group]
 
 
-def _timed_in_process(group, setup, options):
+def _timed_in_process(group, sweep):
     """What runs out of memory is a row."""
     first = group[0]
-    steps, failure = _attempt(partial(setup, first), first.device, options["errors"])
+    steps, failure = _attempt(partial(sweep.setup, first), first.device, sweep.errors)
     if failure:
         return [_row(case, failure) for case in group]
     rows = []
     for case in group:
-        timed = partial(_timed, case, steps, options)
-        row, failure = _attempt(timed, case.device, options["errors"])
+        timed = partial(_timed, case, steps, sweep.counts)
+        row, failure = _attempt(timed, case.device, sweep.errors)
         rows.append(_row(case, failure) if failure else row)
     return rows
 
@@ -197,10 +204,10 @@ def _attempt(function, device, errors):
     return result, Timing(status="oom", reason=reason) if reason else None
 
 
-def _timed(case, steps, options, context=None):
+def _timed(case, steps, counts, context=None):
     """The row of a case whose set-up has made these steps."""
     step = steps[case.get("pass", "")]
-    counts = {name: case.get(name, options[name]) for name in ("warmup_steps", "steps")}
+    counts = {name: case.get(name, count) for name, count in counts.items()}
     if context is not None:
         ranks.reset_peaks(context)
     times = step.timed(case.device, context, **counts)
@@ -222,11 +229,11 @@ def _refuse_impossible_peak(case, peak_mib, least_bytes):
         raise ValueError(f"{dict(case)}: its peak is {peak_mib:.1f} MiB, and {kept}")
 
 
-def _over_ranks(groups, setup, options, start):
+def _over_ranks(groups, sweep, start):
     """Start the processes, and again for what is left whenever a rank ran out of memory."""
     while groups:
         try:
-            for rows in start(groups, setup, options):
+            for rows in start(groups, sweep):
                 groups = groups[1:]
                 yield rows
             return
@@ -239,12 +246,12 @@ def _over_ranks(groups, setup, options, start):
         groups = groups[1:]
 
 
-def _on_rank(context, groups, setup, options):
+def _on_rank(context, groups, sweep):
     """What each rank does with the cases, all in the same order; rank 0 sends the rows of each group."""
     for group in groups:
         for case in group:
             case.device = context.device
-        context.send(_measured(group, setup, options, context))
+        context.send(_measured(group, sweep, partial(_timed_on_rank, context=context)))
 
 
 def _row(case, times, **values):

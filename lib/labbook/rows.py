@@ -54,7 +54,7 @@ def save_rows(rows: Iterable[Mapping], slug: str, table: str, machine: str, run:
         return path
     make_folder(path.parent)
     with locked(path.parent.parent):
-        before = _read(path, table)
+        before = _read(path)
         # Before the rows that name it: a kill leaves no row without its run.
         run.write()
         after = _upserted(before, [row | {"run": run.name} for row in batch], columns)
@@ -103,7 +103,7 @@ def load_rows(slug: str, machine: str, table: str) -> pd.DataFrame:
     """
     path = find(*_file(machine, slug, table).parts)
     columns = schema().tables[table]
-    fields = _sorted(_read(path, table), columns)
+    fields = _sorted(_read(path), columns)
     frame = pd.DataFrame(
         {name: _typed(fields[name], kind, path) for name, kind in columns.types.items()}
     )
@@ -115,8 +115,7 @@ def run_counts(slug: str, machine: str) -> Counter[tuple[str, str]]:
     counts = Counter()
     for table in schema().tables:
         path = find(machine, slug, f"{table}.csv")
-        if path.exists():
-            counts.update((table, run) for run in _read(path, table)["run"])
+        counts.update((table, run) for run in _read(path)["run"])
     return counts
 
 
@@ -207,33 +206,34 @@ def _name(path):
     return "/".join(path.parts[-3:])
 
 
-def _read(path, table):
+def _read(path):
     """The fields of a file, as text, by the number of their line; of several rows with one key the last."""
-    columns = schema().tables[table]
+    columns = schema().tables[path.stem]
     types = list(columns.types)
     if not path.exists():
         return pd.DataFrame(columns=types, dtype=object)
     try:
-        text = io.StringIO(path.read_bytes().decode(), newline="")
-        header, *lines = csv.reader(text, strict=True)
+        header, *lines = _lines(path, columns)
     except (ValueError, csv.Error) as error:
-        raise _damaged(path, error or "it is empty") from None
-    names = set(header)
-    if not set(columns.keys) <= names <= set(types) or len(names) < len(header):
-        message = f"line 1 has the columns {', '.join(header)}; allowed: {', '.join(types)}"
-        raise _damaged(path, message)
-    for number, fields in enumerate(lines, start=2):
-        if len(fields) != len(header):
-            message = f"line {number} has {len(fields)} fields for {len(header)} columns"
-            raise _damaged(path, message)
+        repair = "restore the file from git, or move it away and measure again"
+        raise RowError(f"{_name(path)} is damaged: {error}; {repair}") from None
     frame = pd.DataFrame(lines, range(2, len(lines) + 2), header, dtype=object)
     frame = frame.drop_duplicates(list(columns.keys), keep="last")
     return frame.reindex(columns=types, fill_value="")
 
 
-def _damaged(path, message):
-    repair = "restore the file from git, or move it away and measure again"
-    return RowError(f"{_name(path)} is damaged: {message}; {repair}")
+def _lines(path, columns):
+    """The fields of each line of a file. Raises ValueError: one does not fit."""
+    text = io.StringIO(path.read_bytes().decode(), newline="")
+    header, *lines = csv.reader(text, strict=True)
+    names = set(header)
+    if not set(columns.keys) <= names <= set(columns.types) or len(names) < len(header):
+        allowed = ", ".join(columns.types)
+        raise ValueError(f"line 1 has the columns {', '.join(header)}; allowed: {allowed}")
+    for number, fields in enumerate(lines, start=2):
+        if len(fields) != len(header):
+            raise ValueError(f"line {number} has {len(fields)} fields for {len(header)} columns")
+    return [header] + lines
 
 
 def _typed(fields, kind, path):
