@@ -44,22 +44,24 @@ def answer(deliverable: str, text: str, *claims: Claim) -> None:
 
     Raises AssertionError: a claim does not hold; the message names each that does not. Nothing is shown.
     """
-    checked = _checked(f"answer ({deliverable})", claims)
-    display.display(display.Markdown(f"**({deliverable})** {text}{checked}"))
+    _require(claims, f"answer ({deliverable})")
+    show_markdown(f"**({deliverable})** {text}{_folded(claims)}")
 
 
 def solution(exercise: int, text: str, *claims: Claim) -> None:
     """Show, folded, the answer to an exercise. Raises as `answer`."""
-    folded = _checked(f"exercise {exercise}", claims)
+    _require(claims, f"exercise {exercise}")
     summary = f"<details><summary>Answer to exercise {exercise}</summary>"
-    display.display(display.Markdown(f"{summary}\n\n{text}{folded}\n\n</details>"))
+    show_markdown(f"{summary}\n\n{text}{_folded(claims)}\n\n</details>")
 
 
-def _checked(what, claims):
-    """The claims, folded, if each holds."""
+def _require(claims, what):
     broken = [claim.description for claim in claims if not claim.holds]
     if broken:
         raise AssertionError(f"{what} does not hold: {'; '.join(broken)}")
+
+
+def _folded(claims):
     if not claims:
         return ""
     lines = "\n".join(f"<li>✓ {escape(claim.description)}</li>" for claim in claims)
@@ -70,7 +72,11 @@ def _checked(what, claims):
 def show_source(*objects: Callable | type) -> None:
     """Show the lines that run, of functions or classes, without docstrings: the notebook explains."""
     code = "\n\n".join(without_docstrings(inspect.getsource(item)) for item in objects)
-    display.display(display.Markdown(f"```python\n{code}\n```"))
+    show_markdown(f"```python\n{code}\n```")
+
+
+def show_markdown(text: str) -> None:
+    display.display(display.Markdown(text))
 
 
 def without_docstrings(source: str) -> str:
@@ -144,6 +150,7 @@ def plural(count: int, noun: str) -> str:
 def between(values, unit=ms) -> str:
     """The range of some numbers in one unit: "9.53 ms to 81.2 ms", or one where they round to the same."""
     most = max(values)
+    # Of these the size decides whether it is µs or s, MiB or GiB.
     low = unit(min(values), like=most) if unit in (ms, gib) else unit(min(values))
     high = unit(most)
     return high if low == high else f"{low} to {high}"

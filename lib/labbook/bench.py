@@ -159,8 +159,8 @@ class _Sweep(NamedTuple):
 
     setup: Setup
     around: Callable
-    errors: type[Exception] | tuple[()]
-    counts: dict[str, int]
+    errors: type | tuple
+    counts: Mapping
 
 
 def _measured(group, sweep, timed):

@@ -27,7 +27,6 @@ from IPython.core.inputtransformer2 import TransformerManager
 from labbook import timing
 from labbook.project import project
 
-TIMING = {"labbook.timing": timing.VERSION}  # its own part in a measurement
 _SAVES = ("measure", "save", "save_rows")
 _MUTATORS = re.compile("add|append|clear|extend|insert|pop|remove|setdefault|sort|update")
 _LOOKS_UP = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
@@ -49,8 +48,8 @@ def of_notebook(path: Path) -> dict[str, str]:
         return hashes
     executed = _statements(cells)
     packages = [room.partition(".")[0] for room in project().measured]
-    text = "".join(statement.text for statement in executed)
-    return _files(executed, packages) | {"its cells": _digest(text)}
+    digest = _digest(*(statement.text for statement in executed))
+    return _files(executed, packages) | {"its cells": digest}
 
 
 def of_cells(sources: Sequence[str], parameters: Collection[str] = ()) -> dict[str, str]:
@@ -71,9 +70,9 @@ def of_cells(sources: Sequence[str], parameters: Collection[str] = ()) -> dict[s
         return {}
     needed = [executed[place] for place in sorted(places)]
     needed = [statement for statement in needed if not statement.only_sets(parameters)]
-    digest = _digest("".join(statement.text for statement in needed))
+    digest = _digest(*(statement.text for statement in needed))
     cell = f"the cell that saves {', '.join(dict.fromkeys(tables))} #{digest[:6]}"
-    return _files(needed, project().measured) | TIMING | {cell: digest}
+    return _files(needed, project().measured) | {"labbook.timing": timing.VERSION, cell: digest}
 
 
 def notebook_of(slug: str) -> Path | None:
@@ -124,8 +123,8 @@ def _imports(tree):
     return names
 
 
-def _digest(text):
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+def _digest(*texts):
+    return hashlib.sha256("".join(texts).encode()).hexdigest()[:12]
 
 
 # Statements of notebooks.
@@ -211,11 +210,8 @@ def _read(node):
             # What a loop or a branch binds may be bound, or not.
             changes |= binds
             binds = set()
-    imports = _imports(tree)
-    tables = _tables(tree)
-    # Last, for it changes the tree.
-    text = normalised(tree)
-    return Statement(imports, looks_up, binds, changes, tables, text)
+    # The text comes last, for the tree is changed.
+    return Statement(_imports(tree), looks_up, binds, changes, _tables(tree), normalised(tree))
 
 
 def _tables(tree):

@@ -33,7 +33,7 @@ def measurements(slug: str, machines: Iterable[str]) -> Iterator[Measurement]:
 
 def measured(rows: pd.DataFrame, keys: Iterable[str], steps: int) -> Callable:
     """Tells of a case whether one of the rows has it, so that it need not be measured again."""
-    rows = rows[rows["status"] == "ok"]  # memory may be free now, a compiler installed
+    rows = rows.query("status == 'ok'")  # memory may be free now, a compiler installed
     if "steps" in rows:
         rows = rows[rows["steps"].fillna(steps) >= steps]
     points = {_point(row, keys) for row in rows.to_dict("records")}
@@ -54,7 +54,7 @@ def rows_of(now: Mapping[str, str], rows: pd.DataFrame, machine: str) -> pd.Data
     runs = []
     for name in rows["run"].unique():
         run = load_run(machine, name)
-        is_here = all(getattr(run, fact) == value for fact, value in here.items())
+        is_here = here.items() <= vars(run).items()
         if is_here and not code.changed(now, run.code):
             runs.append(name)
     return rows[rows["run"].isin(runs)]

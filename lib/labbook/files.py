@@ -67,10 +67,10 @@ def read_record(path: Path, kind: type):
 
     Raises ValueError: the file is damaged, in a sentence that names it.
     """
-    names = [each.name for each in fields(kind)]
+    names = {field.name for field in fields(kind)}
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
-        return kind(**{name: value for name, value in written.items() if name in names})
+        return kind(**{name: written[name] for name in names & set(written)})
     except (ValueError, TypeError, AttributeError) as error:
         name = "/".join(path.parts[-3:])
         raise ValueError(

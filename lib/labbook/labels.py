@@ -53,7 +53,7 @@ class Vocabulary:
     """What a project calls its values and columns; each method says more of it."""
 
     def __init__(self) -> None:
-        self.families = {}  # of a column: for each family what is `Named` by value
+        self.families = {}  # of a column: for each family what is `Named` by label and by value
         self.labels = {}  # of a value
         self.columns = {}
         self.derivations = {}
@@ -69,8 +69,9 @@ class Vocabulary:
             value, *rest = [part.strip() for part in line.split("|")]
             named[value] = Named(*rest) if rest else Named(value)
             self.labels[value] = named[value].label
+        by_label = {entry.label: entry for entry in named.values()}
         for name in columns.split():
-            self.families.setdefault(name, []).append(named)
+            self.families.setdefault(name, []).append(by_label | named)
 
     def column(self, name: str, *fields, **more) -> None:
         """What is said of a column: the fields of `Column`."""
@@ -151,10 +152,7 @@ def is_text(values: Iterable[Hashable]) -> bool:
 def family_of(values: Iterable[Hashable], column: str | None) -> dict[Hashable, Named]:
     """What is known of a column's values, by name and by label; of several families the best fitting."""
     distinct = set(values)
-    families = [
-        {entry.label: entry for entry in named.values()} | named
-        for named in vocabulary().families.get(column or "", ())
-    ]
+    families = vocabulary().families.get(column, [])
     return max(families, key=lambda family: len(distinct & set(family)), default={})
 
 
@@ -168,8 +166,11 @@ def ordered(values: Iterable[Hashable], column: str | None = None) -> list:
         raise ValueError(f"a row has no {column}; drop it, or fill it in")
     if family := family_of(distinct, column):
         order = [named.label for named in family.values()]
-        places = {value: order.index(named.label) for value, named in family.items()}
-        return sorted(distinct, key=lambda value: places.get(value, len(order)))
+
+        def place(value):
+            return order.index(family[value].label) if value in family else len(order)
+
+        return sorted(distinct, key=place)
     return distinct if is_text(distinct) else sorted(distinct)
 
 

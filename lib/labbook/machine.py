@@ -129,18 +129,22 @@ def machine_slug(gpu: str, cpu: str, cores: int, gpus: int = 1) -> str:
     Committed machines keep their names: your own H200 is `my-h200`, unless $LABBOOK_REMEASURE says "h200".
     gpus: how many of this kind a run sees: `a100-x2`, or `a100` for one.
     """
-    name = (gpu if gpu != "none" else f"{cpu} {cores} cores").lower()
+    if gpu == "none":
+        return f"cpu-{_slug(f'{cpu} {cores} cores')}"
+    card = _slug(gpu)
+    slug = f"{card}-x{gpus}" if gpus > 1 else card
+    is_remeasured = os.environ.get("LABBOOK_REMEASURE") == card
+    is_anothers = slug in project().committed and not is_remeasured
+    return f"my-{slug}" if is_anothers else slug
+
+
+def _slug(model):
+    """Lower-case words and numbers of a model's name, joined by hyphens."""
+    name = model.lower()
     name = re.sub(r"\((r|tm|c)\)|@.*?ghz|\d+-core|\b(nvidia|geforce|cpu|processor)\b", " ", name)
     # One card is sold with several memories and sockets.
     name = re.sub(r"\b(\d+gb|hbm\d\w?|sxm\d|pcie)\b", " ", name)
-    slug = re.sub(r"[^a-z0-9]+", "-", name).strip("-")
-    if gpu == "none":
-        return f"cpu-{slug}"
-    is_remeasured = os.environ.get("LABBOOK_REMEASURE") == slug
-    if gpus > 1:
-        slug += f"-x{gpus}"
-    is_anothers = slug in project().committed and not is_remeasured
-    return f"my-{slug}" if is_anothers else slug
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
 
 def _describe(device, several):
@@ -194,7 +198,8 @@ def _matmul_tflops(device):
 def _matmul_rate(dtype, size, device, steps):
     """TFLOP/s of one (size, size) by (size, size) matmul: 2 size^3 operations in the median time."""
     kind = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
-    a, b = (torch.randn(size, size, device=device, dtype=kind) for _ in range(2))
+    a = torch.randn(size, size, device=device, dtype=kind)
+    b = torch.randn_like(a)
     out = torch.empty_like(a)
     with matmul_precision(dtype):
         timing = time_steps(
@@ -289,5 +294,5 @@ def watched_clocks(device: torch.device) -> Iterator[dict[str, float]]:
         samples = pd.read_csv(text, names=["sm_clock_mhz", "power_w", "busy"])
         # A field may be "[N/A]", and the last line may be cut.
         samples = samples.apply(pd.to_numeric, errors="coerce").dropna()
-        busy = samples[samples["busy"] > 90].drop(columns="busy")
+        busy = samples.query("busy > 90").drop(columns="busy")
         medians.update(busy.median().dropna())

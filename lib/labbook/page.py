@@ -10,6 +10,7 @@ import psutil
 from IPython import display, get_ipython
 
 from labbook import bench, code, evidence, ranks
+from labbook.answers import show_markdown
 from labbook.book.notebooks import check_parameters
 from labbook.compare import beside_published
 from labbook.files import figures_dir, write_atomically
@@ -19,7 +20,7 @@ from labbook.project import project
 from labbook.release import provenance
 from labbook.rows import load_rows, published, save_rows
 from labbook.runs import Run
-from labbook.schema import schema
+from labbook.schema import columns_of
 from labbook.tables import row_lines, show
 
 _freeze_once = cache(gc.freeze)
@@ -104,9 +105,10 @@ class Page:
         """
         theirs = published(table) if isinstance(table, str) else table
         both = beside_published(theirs, rows, keys, value)
-        numbers = both[["theirs", "ours", "ratio"]].map(significant)
+        numbers = ["theirs", "ours", "ratio"]
+        both[numbers] = both[numbers].map(significant)
         caption = f"Beside public reports: {column_label(value)}, theirs over ours"
-        show(both.assign(**numbers), caption, folded=True)
+        show(both, caption, folded=True)
 
     def save(self, rows: Iterable[Mapping], table: str) -> None:
         """Save rows as this machine's, and print what came out, a line for each that says something new."""
@@ -126,7 +128,7 @@ class Page:
         """
         cases = list(cases)
         saved = self.on_record(table)
-        is_measured = evidence.measured(saved, schema().tables[table].keys, options.get("steps", 0))
+        is_measured = evidence.measured(saved, columns_of(table).keys, options.get("steps", 0))
         options |= {"kept": is_measured, "device": self.device}
         for rows in bench.measure(cases, setup, **options):
             for row in rows:
@@ -152,7 +154,7 @@ class Page:
 
     def here(self, text: str = "") -> None:
         """Say what this machine's rows answer, without claims; without a text, that it has none."""
-        display.display(display.Markdown(f"**{self.card.slug}:** {text or 'not measured here.'}"))
+        show_markdown(f"**{self.card.slug}:** {text or 'not measured here.'}")
 
     def _print(self, line):
         """Print what this page has not printed yet."""

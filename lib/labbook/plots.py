@@ -58,7 +58,7 @@ def lines(
     chart, panels = sheet(marked.assign(_x=places), facet, sharey=sharey)
     # Medians have a spread, and one wide enough to be seen.
     spread = frame.reindex(columns=["p20_ms", "p80_ms"])
-    has_band = y == "p50_ms" and (spread["p80_ms"] > 1.1 * spread["p20_ms"]).any()
+    has_band = y == "p50_ms" and spread.eval("p80_ms > 1.1 * p20_ms").any()
     for axes, rows in panels:
         _draw_lines(axes, rows, y, colors, has_band)
         # The axis has room for failures too, which are drawn last.
@@ -236,10 +236,10 @@ def stacked_bars(
         totals = heights.sum(axis=1)
         shares.append(heights.div(totals, axis=0).fillna(0))
         if share:
-            _draw_groups(axes, 100 * shares[-1], colors, stacked=True)
+            heights = 100 * shares[-1]
+        _draw_groups(axes, heights, colors, stacked=True)
+        if share:
             _write_percentages(axes)
-        else:
-            _draw_groups(axes, heights, colors, stacked=True)
         texts = [quantity(total, y) if total else "" for total in totals]
         axes.bar_label(axes.containers[-1], texts, padding=3, size=8.5)
         axes.margins(y=0.1)
@@ -280,8 +280,8 @@ def spans(
     text: a column with what is written into a box, where it fits.
     between: look at this part of the time only.
     """
-    window = between or (frame["start_ms"].clip(upper=0).min(), frame["end_ms"].max())
-    frame = frame[(frame["end_ms"] > window[0]) & (frame["start_ms"] < window[1])]
+    start, end = between or (frame["start_ms"].clip(upper=0).min(), frame["end_ms"].max())
+    frame = frame.query("end_ms > @start and start_ms < @end")
     lanes = ordered(frame[lane], lane)
     colors = palette(frame[color], color)
     boxes = frame.assign(_length=frame["end_ms"] - frame["start_ms"])
@@ -292,19 +292,18 @@ def spans(
     height = (0.72 if side else 0.58) * max(len(lanes), 1.5) + 0.75
     chart, panels = sheet(boxes, facet, height=height)
     for axes, rows in panels:
-        axes.set_xlim(window)
+        axes.set_xlim(start, end)
         plain_numbers(axes.xaxis)
         _draw_lanes(axes, [value_label(value, lane) for value in lanes])
         _draw_boxes(axes, rows, list(colors.values()), 0.4 if side else 0.8)
     chart.draw_without_rendering()  # only now it is known how much room there is
     for axes, rows in panels:
         for row in rows[rows["_named"]].to_dict("records"):
-            ends = np.clip([row["start_ms"], row["end_ms"]], *window)
+            ends = np.clip([row["start_ms"], row["end_ms"]], start, end)
             _write_inside(axes, ends, row["_place"], row[text])
-    duration = window[1] - window[0]
     # A box in the lower half is drawn however short: it belongs into the legend.
-    seen = boxes["_length"].where(boxes["_half"] == 0, duration)
-    shares = seen.groupby(frame[color]).sum() / duration
+    seen = boxes["_length"].where(boxes["_half"] == 0, end - start)
+    shares = seen.groupby(frame[color]).sum() / (end - start)
     legend = _legend(_visible(colors, shares), color)
     return Drawing(chart, legend, "time since the step began (ms)")
 

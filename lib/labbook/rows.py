@@ -6,6 +6,7 @@ sorted, under a lock, so that neither a kill nor a second process loses a row. W
 
 import csv
 import io
+import json
 import math
 import numbers
 from collections import Counter
@@ -18,15 +19,15 @@ import pandas as pd
 
 from labbook import runs
 from labbook.files import figures_dir, find, locked, make_folder, write_atomically
-from labbook.schema import schema
+from labbook.schema import columns_of, schema
 
 _DIGITS = {"float": 6, "exact": 9}  # significant, that a file keeps
-_EXPECTED = {"int": "a whole number, 0 or more", "bool": "true or false", "text": "text"}
-_READ = {
-    "int": int,
-    "float": float,
-    "exact": float,
-    "bool": {"true": True, "false": False}.__getitem__,
+_EXPECTED = {
+    "int": "a whole number, 0 or more",
+    "float": "a finite number",
+    "exact": "a finite number",
+    "bool": "true or false",
+    "text": "text",
 }
 
 
@@ -47,8 +48,8 @@ def save_rows(rows: Iterable[Mapping], slug: str, table: str, machine: str, run:
     Raises RowError: a row does not fit; the file is left as it was. ValueError: there is no such table.
     PermissionError: the folder cannot be written to.
     """
-    path = figures_dir() / _file(machine, slug, table)
-    columns = schema().tables[table]
+    columns = columns_of(table)
+    path = figures_dir() / machine / slug / f"{table}.csv"
     batch = _checked(rows, columns, path)
     if not batch:
         return path
@@ -101,8 +102,8 @@ def load_rows(slug: str, machine: str, table: str) -> pd.DataFrame:
     `machine` is the one given.
     Raises RowError: the file is damaged, or a value does not fit; the message names file and line.
     """
-    path = find(*_file(machine, slug, table).parts)
-    columns = schema().tables[table]
+    columns = columns_of(table)
+    path = find(machine, slug, f"{table}.csv")
     fields = _sorted(_read(path), columns)
     frame = pd.DataFrame(
         {name: _typed(fields[name], kind, path) for name, kind in columns.types.items()}
@@ -135,10 +136,7 @@ def _row(record, columns):
     _refuse_unknown_columns(record, columns)
     row = {"status": "ok"}
     for name, kind in columns.types.items():
-        try:
-            value = _stored(name, kind, record.get(name))
-        except ValueError as error:
-            raise ValueError(f"{name} is {record[name]!r}; {error}") from None
+        value = _stored(name, kind, record.get(name))
         if value is not None:
             row[name] = value
     _refuse_impossible_times(row, columns)
@@ -146,11 +144,12 @@ def _row(record, columns):
 
 
 def _refuse_unknown_columns(record, columns):
-    allowed = columns.keys | columns.values
     for name, value in record.items():
         is_known = name == "machine" or name in columns.types
         if not (is_known or value == "" or pd.isna(value)):  # of a frame with more columns
-            raise ValueError(f"there is no column {name!r}; allowed: {', '.join(allowed)}")
+            raise ValueError(
+                f"there is no column {name!r}; allowed: {', '.join(columns.keys | columns.values)}"
+            )
 
 
 def _refuse_impossible_times(row, columns):
@@ -165,7 +164,10 @@ def _refuse_impossible_times(row, columns):
 
 
 def _stored(column, kind, value):
-    """The value as the column stores it; None, NaN and pandas' NA are empty. ValueError: what is allowed."""
+    """The value as the column stores it; None, NaN and pandas' NA are empty.
+
+    Raises ValueError: what was given, what is allowed.
+    """
     if pd.api.types.is_scalar(value) and pd.isna(value):
         return None
     is_truth_value = isinstance(value, bool | np.bool_)
@@ -179,26 +181,18 @@ def _stored(column, kind, value):
             return int(value)
         case "float" | "exact" if is_number:
             return float(f"{value:.{_DIGITS[kind]}g}")
-    raise ValueError(f"allowed: {_EXPECTED.get(kind, 'a finite number')}")
+    raise ValueError(f"{column} is {value!r}; allowed: {_EXPECTED[kind]}")
 
 
 def _stored_text(column, value):
     text = " ".join(value.split())  # a row is one line
     allowed = schema().allowed.get(column)
     if text and allowed and text not in allowed:
-        raise ValueError(f"allowed: {', '.join(allowed)}")
+        raise ValueError(f"{column} is {value!r}; allowed: {', '.join(allowed)}")
     return text or None
 
 
 # The file.
-
-
-def _file(machine, slug, table):
-    """The file of a table, in a folder of figures."""
-    tables = schema().tables
-    if table not in tables:
-        raise ValueError(f"unknown table {table!r}; allowed: {', '.join(tables)}")
-    return Path(machine, slug, f"{table}.csv")
 
 
 def _name(path):
@@ -208,32 +202,34 @@ def _name(path):
 
 def _read(path):
     """The fields of a file, as text, by the number of their line; of several rows with one key the last."""
-    columns = schema().tables[path.stem]
+    columns = columns_of(path.stem)
     types = list(columns.types)
     if not path.exists():
         return pd.DataFrame(columns=types, dtype=object)
     try:
-        header, *lines = _lines(path, columns)
+        frame = _lines(path, columns)
     except (ValueError, csv.Error) as error:
-        repair = "restore the file from git, or move it away and measure again"
-        raise RowError(f"{_name(path)} is damaged: {error}; {repair}") from None
-    frame = pd.DataFrame(lines, range(2, len(lines) + 2), header, dtype=object)
+        raise RowError(
+            f"{_name(path)} is damaged: {error}; restore the file from git, or move it away and "
+            "measure again"
+        ) from None
     frame = frame.drop_duplicates(list(columns.keys), keep="last")
     return frame.reindex(columns=types, fill_value="")
 
 
 def _lines(path, columns):
-    """The fields of each line of a file. Raises ValueError: one does not fit."""
+    """The fields of each line of a file, by its number. Raises ValueError: one does not fit."""
     text = io.StringIO(path.read_bytes().decode(), newline="")
     header, *lines = csv.reader(text, strict=True)
     names = set(header)
     if not set(columns.keys) <= names <= set(columns.types) or len(names) < len(header):
-        allowed = ", ".join(columns.types)
-        raise ValueError(f"line 1 has the columns {', '.join(header)}; allowed: {allowed}")
+        raise ValueError(
+            f"line 1 has the columns {', '.join(header)}; allowed: {', '.join(columns.types)}"
+        )
     for number, fields in enumerate(lines, start=2):
         if len(fields) != len(header):
             raise ValueError(f"line {number} has {len(fields)} fields for {len(header)} columns")
-    return [header] + lines
+    return pd.DataFrame(lines, range(2, len(lines) + 2), header, dtype=object)
 
 
 def _typed(fields, kind, path):
@@ -243,8 +239,8 @@ def _typed(fields, kind, path):
         try:
             values[text] = _stored(fields.name, kind, _parsed(text, kind))
         except ValueError as error:
-            message = f"line {(fields == text).idxmax()}: {fields.name} is {text!r}; {error}"
-            raise RowError(f"{_name(path)}, {message}") from None
+            line = (fields == text).idxmax()
+            raise RowError(f"{_name(path)}, line {line}: {error}") from None
     gaps = None in values.values()
     dtypes = {"int": float if gaps else int, "bool": object if gaps else bool, "text": object}
     return pd.Series([values[text] for text in fields], dtype=dtypes.get(kind, float))
@@ -252,8 +248,9 @@ def _typed(fields, kind, path):
 
 def _parsed(text, kind):
     """The value in a field; what cannot be read stays text, which is then refused as it stands there."""
-    with suppress(KeyError, ValueError):
-        return _READ[kind](text)
+    with suppress(ValueError):
+        if kind != "text":
+            return json.loads(text)
     return text or None
 
 

@@ -63,8 +63,7 @@ class Run:
 
     def write(self) -> None:
         """Write the file of the run, or bring it up to date: its code and the time of its last rows."""
-        first = self.record.measured_at[0]
-        self.record.measured_at = [first, now()]
+        self.record.measured_at = self.record.measured_at[:1] + [now()]
         code = self.record.code | self.executed()
         self.record.code = dict(sorted(code.items()))
         write_record(figures_dir() / self.machine / "runs" / f"{self.name}.json", self.record)

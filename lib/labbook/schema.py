@@ -41,6 +41,14 @@ def schema() -> Schema:
     return _read(project().notebooks / "tables.yaml")
 
 
+def columns_of(table: str) -> Table:
+    """Raises ValueError: the project has no such table."""
+    tables = schema().tables
+    if table not in tables:
+        raise ValueError(f"unknown table {table!r}; allowed: {', '.join(tables)}")
+    return tables[table]
+
+
 @cache
 def _read(path):
     declared = read_yaml(path)

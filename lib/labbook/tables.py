@@ -22,7 +22,7 @@ from labbook.labels import (
     quantity,
     value_label,
 )
-from labbook.schema import schema
+from labbook.schema import columns_of
 
 NO_LINES = "no rows yet"
 # A number, or the word in its place.
@@ -64,10 +64,12 @@ def pivot(
 
 def _labelled(values):
     """The labels of a column, which sort as a reader expects."""
-    distinct = ordered(values.dropna(), values.name) + [None] * values.hasnans
-    categories = dict.fromkeys(value_label(each, values.name) for each in distinct)
-    labels = [value_label(value, values.name) for value in values]
-    return pd.Categorical(labels, list(categories), ordered=True)
+    label = partial(value_label, column=values.name)
+    distinct = ordered(values.dropna(), values.name)
+    if values.hasnans:
+        distinct.append(None)
+    categories = dict.fromkeys(map(label, distinct))
+    return pd.Categorical(values.map(label), list(categories), ordered=True)
 
 
 def _cells(numbers, statuses, fmt=None):
@@ -89,8 +91,10 @@ def _format(numbers):
     """Three significant digits of the smallest, five of the largest, 3 decimals at most; none becomes 0."""
     measured = (number for number in numbers if number and math.isfinite(number))
     exponents = [math.floor(math.log10(abs(number))) for number in measured] or [2]
-    decimals = min(2 - min(exponents), max(4 - max(exponents), -min(exponents)), 3)
-    return f"{{:,.{max(0, decimals)}f}}"
+    smallest = min(exponents)
+    for_largest = max(4 - max(exponents), -smallest)
+    decimals = max(0, min(2 - smallest, for_largest, 3))
+    return f"{{:,.{decimals}f}}"
 
 
 def show(frame: pd.DataFrame, caption: str = "", *, folded: bool = False) -> None:
@@ -146,7 +150,7 @@ def _left(text):
 
 def row_lines(rows: Sequence[Mapping], table: str) -> list[str]:
     """What was measured and what came out: a line for each row, one for all of a recording."""
-    columns = schema().tables[table]
+    columns = columns_of(table)
     if not columns.group or not rows:
         return [f"{_named(row, columns.keys)}: {_outcome(row, columns.values)}" for row in rows]
     first = rows[0]
