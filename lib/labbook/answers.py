@@ -51,8 +51,10 @@ def answer(deliverable: str, text: str, *claims: Claim) -> None:
 def solution(exercise: int, text: str, *claims: Claim) -> None:
     """Show, folded, the answer to an exercise. Raises as `answer`."""
     _require(claims, f"exercise {exercise}")
-    summary = f"<details><summary>Answer to exercise {exercise}</summary>"
-    show_markdown(f"{summary}\n\n{text}{_folded(claims)}\n\n</details>")
+    show_markdown(
+        f"<details><summary>Answer to exercise {exercise}</summary>\n\n"
+        f"{text}{_folded(claims)}\n\n</details>"
+    )
 
 
 def _require(claims, what):

@@ -109,7 +109,7 @@ def measure(
     around: Callable = nullcontext,
     skip: Callable | None = None,
     kept: Callable | None = None,
-    errors: type[Exception] | tuple[()] = (),
+    errors: type | tuple = (),
     stream: Callable | None = None,
     device: str | torch.device = "auto",
     warmup_steps: int = 5,
@@ -225,8 +225,10 @@ def _timed(case, steps, counts, context=None):
 
 def _refuse_impossible_peak(case, peak_mib, least_bytes):
     if peak_mib is not None and peak_mib * MIB < least_bytes:
-        kept = f"the set-up alone keeps {least_bytes / MIB:.1f} MiB"
-        raise ValueError(f"{dict(case)}: its peak is {peak_mib:.1f} MiB, and {kept}")
+        raise ValueError(
+            f"{dict(case)}: its peak is {peak_mib:.1f} MiB, and the set-up alone keeps "
+            f"{least_bytes / MIB:.1f} MiB"
+        )
 
 
 def _over_ranks(groups, sweep, start):

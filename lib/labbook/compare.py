@@ -9,7 +9,8 @@ from labbook.schema import schema
 
 def require_one_row_each(frame: pd.DataFrame, *by: str | None) -> None:
     """Raises ValueError when two rows would be drawn in one place, naming what tells them apart."""
-    columns = list(dict.fromkeys(filter(None, by)))
+    named = filter(None, by)
+    columns = list(dict.fromkeys(named))
     results = schema().values | {"status", "reason", "run"}
     others = [name for name in frame if name not in results]
     for key, group in frame.groupby(columns, dropna=False, sort=False):

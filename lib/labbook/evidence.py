@@ -27,8 +27,7 @@ def measurements(slug: str, machines: Iterable[str]) -> Iterator[Measurement]:
     for machine in machines:
         for (table, name), row_count in run_counts(slug, machine).items():
             run = load_run(machine, name)
-            changed = code.changed(run.code, now)
-            yield Measurement(machine, table, row_count, run, changed)
+            yield Measurement(machine, table, row_count, run, code.changed(run.code, now))
 
 
 def measured(rows: pd.DataFrame, keys: Iterable[str], steps: int) -> Callable:
@@ -54,7 +53,7 @@ def rows_of(now: Mapping[str, str], rows: pd.DataFrame, machine: str) -> pd.Data
     runs = []
     for name in rows["run"].unique():
         run = load_run(machine, name)
-        is_here = here.items() <= vars(run).items()
-        if is_here and not code.changed(now, run.code):
+        was_here = here.items() <= vars(run).items()
+        if was_here and not code.changed(now, run.code):
             runs.append(name)
     return rows[rows["run"].isin(runs)]

@@ -74,15 +74,7 @@ def plot(draw: Callable) -> Callable:
     """
 
     @wraps(draw)
-    def draw_with_words(
-        frame,
-        *args,
-        title="",
-        subtitle="",
-        xlabel="",
-        ylabel="",
-        **options,
-    ):
+    def draw_with_words(frame, *args, title="", subtitle="", xlabel="", ylabel="", **options):
         with in_style():
             if frame.empty:
                 return _with_header(_empty_chart(), (), title, "")

@@ -25,6 +25,11 @@ def find(folder: str, *parts: str) -> Path:
     return path
 
 
+def name_of(path: Path) -> str:
+    """How messages call a file: relative to the figures folder, so the same everywhere."""
+    return "/".join(path.parts[-3:])
+
+
 def make_folder(folder: Path, way_out: str = "set LABBOOK_FIGURES to a folder that can") -> Path:
     """Create a folder, under `figures_dir()` if nothing else is said.
 
@@ -72,7 +77,6 @@ def read_record(path: Path, kind: type):
         written = json.loads(path.read_text(encoding="utf-8"))
         return kind(**{name: written[name] for name in names & set(written)})
     except (ValueError, TypeError, AttributeError) as error:
-        name = "/".join(path.parts[-3:])
         raise ValueError(
-            f"{name} is damaged ({error}); restore it from git, or remove it"
+            f"{name_of(path)} is damaged ({error}); restore it from git, or remove it"
         ) from None

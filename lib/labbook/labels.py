@@ -184,7 +184,8 @@ def significant(value: float) -> str:
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     decimals = 2 - math.floor(math.log10(abs(value)))
-    decimals = max(decimals, 0) if abs(value) < 1e4 else decimals
+    if abs(value) < 1e4:
+        decimals = max(decimals, 0)
     return f"{round(float(value), decimals):,.{max(decimals, 0)}f}"
 
 

@@ -7,7 +7,7 @@ from functools import cache, partial
 
 import pandas as pd
 import psutil
-from IPython import display, get_ipython
+from IPython import get_ipython
 
 from labbook import bench, code, evidence, ranks
 from labbook.answers import show_markdown
@@ -21,7 +21,7 @@ from labbook.release import provenance
 from labbook.rows import load_rows, published, save_rows
 from labbook.runs import Run
 from labbook.schema import columns_of
-from labbook.tables import row_lines, show
+from labbook.tables import row_lines, show, show_html
 
 _freeze_once = cache(gc.freeze)
 
@@ -73,11 +73,10 @@ class Page:
 
     def _show_provenance(self):
         """Print by which code the committed rows were measured; fold the names of what changed since."""
-        machines = {self.reference} | set(project().committed)
-        line, changed = provenance(self.slug, machines)
+        line, changed = provenance(self.slug, {self.reference} | set(project().committed))
         if changed:
             folded = f"<details><summary>{line}</summary>{', '.join(changed)}</details>"
-            display.display({"text/plain": line, "text/html": folded}, raw=True)
+            show_html(folded, line)
         else:
             self._print(line)
 

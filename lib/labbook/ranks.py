@@ -71,10 +71,7 @@ def time_together(
 
 
 def one_step_ms(
-    operation: Callable,
-    context: Context,
-    calls: int,
-    prepare: Callable | None = None,
+    operation: Callable, context: Context, calls: int, prepare: Callable | None = None
 ) -> float:
     """Milliseconds of one of the operations in a step that all ranks begin together."""
     arguments = () if prepare is None else (prepare(),)

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from labbook import runs
-from labbook.files import figures_dir, find, locked, make_folder, write_atomically
+from labbook.files import figures_dir, find, locked, make_folder, name_of, write_atomically
 from labbook.schema import columns_of, schema
 
 _DIGITS = {"float": 6, "exact": 9}  # significant, that a file keeps
@@ -74,7 +74,7 @@ def _checked(records, columns, path):
             if key in rows:
                 raise ValueError(f"duplicate key {key}; allowed: once")
         except ValueError as error:
-            raise RowError(f"{_name(path)}, rows[{number}]: {error}") from None
+            raise RowError(f"{name_of(path)}, rows[{number}]: {error}") from None
         rows[key] = row
     return list(rows.values())
 
@@ -195,11 +195,6 @@ def _stored_text(column, value):
 # The file.
 
 
-def _name(path):
-    """How messages call a file: relative to the figures folder, so the same everywhere."""
-    return "/".join(path.parts[-3:])
-
-
 def _read(path):
     """The fields of a file, as text, by the number of their line; of several rows with one key the last."""
     columns = columns_of(path.stem)
@@ -210,7 +205,7 @@ def _read(path):
         frame = _lines(path, columns)
     except (ValueError, csv.Error) as error:
         raise RowError(
-            f"{_name(path)} is damaged: {error}; restore the file from git, or move it away and "
+            f"{name_of(path)} is damaged: {error}; restore the file from git, or move it away and "
             "measure again"
         ) from None
     frame = frame.drop_duplicates(list(columns.keys), keep="last")
@@ -239,8 +234,7 @@ def _typed(fields, kind, path):
         try:
             values[text] = _stored(fields.name, kind, _parsed(text, kind))
         except ValueError as error:
-            line = (fields == text).idxmax()
-            raise RowError(f"{_name(path)}, line {line}: {error}") from None
+            raise RowError(f"{name_of(path)}, line {(fields == text).idxmax()}: {error}") from None
     gaps = None in values.values()
     dtypes = {"int": float if gaps else int, "bool": object if gaps else bool, "text": object}
     return pd.Series([values[text] for text in fields], dtype=dtypes.get(kind, float))

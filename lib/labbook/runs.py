@@ -64,8 +64,8 @@ class Run:
     def write(self) -> None:
         """Write the file of the run, or bring it up to date: its code and the time of its last rows."""
         self.record.measured_at = self.record.measured_at[:1] + [now()]
-        code = self.record.code | self.executed()
-        self.record.code = dict(sorted(code.items()))
+        hashes = self.record.code | self.executed()
+        self.record.code = dict(sorted(hashes.items()))
         write_record(figures_dir() / self.machine / "runs" / f"{self.name}.json", self.record)
 
     @cached_property

@@ -7,10 +7,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from IPython import display
-
 from labbook.bench import grid
 from labbook.labels import column_label, value_label
+from labbook.tables import show_html
 
 _SCRIPT = Path(__file__).with_suffix(".js")
 _HINT = "<em>With scripts on (a notebook that is trusted, or the site) sliders change this figure here.</em>"
@@ -58,4 +57,4 @@ class Sliders:
         return f"<div>{_HINT}</div><script>{script}{start}</script>"
 
     def _ipython_display_(self):
-        display.display({"text/html": self.html(), "text/plain": "<figure with sliders>"}, raw=True)
+        show_html(self.html(), "<figure with sliders>")

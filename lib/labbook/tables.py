@@ -112,8 +112,12 @@ def show(frame: pd.DataFrame, caption: str = "", *, folded: bool = False) -> Non
         html = f"<details><summary>{escape(caption)}</summary>\n{html}\n</details>"
     elif caption:
         html = f"<p>{escape(caption)}</p>\n{html}"
-    bundle = {"text/html": html, "text/plain": f"{caption}\n{plain}".lstrip("\n")}
-    display.display(bundle, raw=True)
+    show_html(html, f"{caption}\n{plain}".lstrip("\n"))
+
+
+def show_html(html: str, plain: str) -> None:
+    """HTML in a notebook, text elsewhere."""
+    display.display({"text/html": html, "text/plain": plain}, raw=True)
 
 
 def as_text(frame: pd.DataFrame) -> pd.DataFrame:
