@@ -122,7 +122,7 @@ def _random_inputs(case, generator, dtype):
 def _diagnose(ours, error):
     """The usual reason for an error of this kind."""
     if not ours.isfinite().all():
-        return ". It is not finite: is the maximum subtracted, a hidden score -inf, everything written?"
+        return ". It is not finite: is the maximum subtracted, a score hidden before exp, and all written?"
     if ours.dtype == torch.float32 and 1e-4 < error < 3e-3:
         return ". TF32 is off by so much: float32 needs input_precision='ieee' in tl.dot on a GPU"
     return ""

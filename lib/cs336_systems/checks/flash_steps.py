@@ -52,6 +52,7 @@ def check_visit(check, visit, device):
         visible = torch.ones_like(k)
         visible[hidden] = 0
         output = torch.full_like(q[0], torch.nan)
+        # The copy of q is for m + total, at which nobody looks here.
         _visit_kernel[1,](q, k, v, visible, output, q.clone(), scale * _LOG2_E, tiles, visit)
         scores = (scale * q @ k.mT).masked_fill(visible == 0, -torch.inf)
         weights = scores.movedim(0, 1).flatten(1).softmax(-1)

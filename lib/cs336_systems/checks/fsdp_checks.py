@@ -331,6 +331,7 @@ def _second_step(wrap, note, enter, compute=lambda *_: None):
             module.register_forward_hook(partial(_on_result, hook), prepend=call is enter)
     with observed(note):
         loss_of(wrapped, dist.get_rank()).backward()
+        # As if there were two more layers: at the last ones, too, somebody may hold until one is further.
         enter("")
         enter("")
         wrapped.finish_gradient_synchronization()
@@ -368,8 +369,10 @@ def _late_layers(wrap, store, first):
 
     def compute(layer, *_):
         ahead.pop(layer, None)
-        # In backward the first needs gradients of all.
-        more = len(ahead) if len(reached) <= _DEPTH else bool(ahead)
+        more = len(ahead)
+        if len(reached) > _DEPTH:
+            # In backward the first needs gradients of all.
+            more = min(more, 1)
         further = f"{first} {len(reached) + 1 + more}"
         waited = any(gather.waits for gather in ahead.values())
         # The first holds nowhere, and nobody does once more.

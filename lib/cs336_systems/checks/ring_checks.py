@@ -12,7 +12,9 @@ from torch import Tensor
 
 from cs336_systems.checks.exercise import assert_tensor
 
-_TWICE = "something is added twice: is what is passed on what arrived, and not the sum so far?"
+_TWICE = (
+    "something is added twice: is what is passed on the tensor that arrived, not the sum so far?"
+)
 _MISSING = "something is missing: n - 1 messages arrive, and a rank's own tensor counts too"
 
 

@@ -208,7 +208,7 @@ class _Pair:
 
     def sharing_mistakes(self):
         """By the bytes of states: an optimizer inside may keep them of slices of all parameters."""
-        shares = [sum(sizes) for sizes in from_all(_state_bytes(self.inside))]
+        shares = from_all(sum(_state_bytes(self.inside)))
         sizes = _state_bytes([self.optimizer])
         whole = sum(sizes)
         if abs(sum(shares) / whole - 1) > 0.01:
@@ -220,6 +220,9 @@ class _Pair:
 
 def _state_bytes(optimizers):
     """Of the moments of each parameter; a count of steps is one number."""
-    # Optimizers of single buckets may share them.
-    states = {id(state): state for each in optimizers for state in each.state.values()}
-    return [sum(x.nbytes for x in state.values() if x.numel() > 1) for state in states.values()]
+    sizes = {}
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            # Optimizers of single buckets may share it.
+            sizes[id(state)] = sum(x.nbytes for x in state.values() if x.numel() > 1)
+    return sizes.values()
