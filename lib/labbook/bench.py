@@ -131,12 +131,12 @@ def measure(
     Raises whatever a set-up or step raises that is neither out of memory nor one of `errors`.
     """
     sweep = _Sweep(setup, around, errors, {"warmup_steps": warmup_steps, "steps": steps})
-    where = None if stream else timing.resolve_device(device)
-    waiting = []
-    for _, same in groupby(cases, key=lambda case: case | {"pass": None}):
+    device = None if stream else timing.resolve_device(device)
+    for_ranks = []
+    for _, same_setup in groupby(cases, key=lambda case: case | {"pass": None}):
         group = []
-        for case in same:
-            case.device = where
+        for case in same_setup:
+            case.device = device
             if kept and kept(case):
                 continue
             reason = skip(case) if skip else ""
@@ -145,11 +145,11 @@ def measure(
             else:
                 group.append(case)
         if group and stream:
-            waiting.append(group)
+            for_ranks.append(group)
         elif group:
             yield _measured(group, sweep, _timed_in_process)
-    by_processes = groupby(waiting, key=lambda group: (group[0]["world_size"], group[0]["backend"]))
-    for (world_size, backend), groups in by_processes:
+    by_start = groupby(for_ranks, key=lambda group: (group[0]["world_size"], group[0]["backend"]))
+    for (world_size, backend), groups in by_start:
         start = partial(stream, _on_rank, world_size, backend=backend, timeout_s=TIMEOUT_S)
         yield from _over_ranks(list(groups), sweep, start)
 

@@ -157,12 +157,12 @@ def sheet(
 ) -> tuple[Chart, list]:
     """A chart, and its panels with their rows: a wide one, or one for each value of `facet`."""
     values = ordered(frame[facet], facet) if facet else [None]
-    columns = 2 if len(values) == 4 else min(len(values), 3)
-    rows = -(-len(values) // columns)
-    panel_height = min(height, 3.3) if columns > 1 else height
-    chart = Chart(figsize=(WIDTH, rows * panel_height), layout="constrained")
+    across = 2 if len(values) == 4 else min(len(values), 3)
+    down = -(-len(values) // across)
+    panel_height = min(height, 3.3) if across > 1 else height
+    chart = Chart(figsize=(WIDTH, down * panel_height), layout="constrained")
     chart.get_layout_engine().set(w_pad=_EDGE, h_pad=_EDGE, wspace=0.03, hspace=0.05)
-    grid = chart.subplots(rows, columns, sharey=sharey, squeeze=False).flatten()
+    grid = chart.subplots(down, across, sharey=sharey, squeeze=False).flatten()
     for axes in grid[len(values) :]:
         axes.remove()
     if not facet:

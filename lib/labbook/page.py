@@ -130,9 +130,10 @@ class Page:
         is_measured = evidence.measured(saved, columns_of(table).keys, options.get("steps", 0))
         options |= {"kept": is_measured, "device": self.device}
         for rows in bench.measure(cases, setup, **options):
+            # Rows of other tables first: with its own row on record a case is not measured again.
             for row in rows:
-                for other, more in row.pop("tables", {}).items():
-                    self.save(more, other)
+                for other_table, other_rows in row.pop("tables", {}).items():
+                    self.save(other_rows, other_table)
             self.save(rows, table)
         if left_out := sum(map(is_measured, cases)):
             print(f"{left_out} of {len(cases)} cases are on record, measured by this code")

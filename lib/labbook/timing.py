@@ -62,9 +62,11 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
 
     Raises RuntimeError: CUDA is asked for and not there.
     """
-    there = torch.cuda.is_available()
-    device = torch.device(("cuda" if there else "cpu") if device == "auto" else device)
-    if device.type != "cpu" and not there:
+    has_gpu = torch.cuda.is_available()
+    if device == "auto":
+        device = "cuda" if has_gpu else "cpu"
+    device = torch.device(device)
+    if device.type != "cpu" and not has_gpu:
         raise RuntimeError(
             f"{device} is asked for, but torch sees no CUDA GPU here; allowed: auto, cpu"
         )
