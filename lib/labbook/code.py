@@ -174,7 +174,7 @@ def statements(source: str) -> list[Statement]:
 
     Of an import each name is a statement, for others of that line do not matter.
     """
-    codes = []
+    parsed = []
     with suppress(SyntaxError):
         for node in ast.parse(TransformerManager().transform_cell(source)).body:
             match node:
@@ -184,14 +184,15 @@ def statements(source: str) -> list[Statement]:
                         [*_, ast.Constant(timed)],
                     )
                 ):
-                    codes += statements(timed)
+                    parsed += statements(timed)
                 case ast.Import(names) | ast.ImportFrom(names=names):
+                    # The same import again, of one name at a time.
                     for alias in names:
                         node.names = [alias]
-                        codes.append(_read(node))
+                        parsed.append(_read(node))
                 case _:
-                    codes.append(_read(node))
-    return codes
+                    parsed.append(_read(node))
+    return parsed
 
 
 def _read(node):

@@ -46,6 +46,7 @@ def palette(values: Iterable[Hashable], column: str | None) -> dict[Hashable, st
     family = family_of(values, column)
     colors = {value: COLORS[named.color] for value, named in family.items() if named.color}
     are_numbers = len(values) > 1 and not is_text(values)
+    # What has an order and no colours.
     if are_numbers or (family and not colors):
         return _ramp(values)
     fixed = {value: colors[value] for value in values if value in colors}
