@@ -5,7 +5,6 @@ Each job, a notebook with parameters, leaves its executed notebook and its outco
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ from pathlib import Path
 from textwrap import shorten
 
 import filelock
-import nbformat
 import numpy as np
 import tqdm
 import yaml
@@ -61,7 +59,7 @@ class Job:
         ]
         digest = hashlib.sha256(json.dumps(self.parameters, sort_keys=True).encode()).hexdigest()
         words = [self.notebook.stem] + short[:4] + [digest[:6]]
-        return "-".join(re.sub(r"[^\w.-]+", "_", word) for word in words)
+        return re.sub(r"[^\w.-]+", "_", "-".join(words))
 
     def line(self) -> str:
         """The parameters as one would give them."""
@@ -83,48 +81,50 @@ def jobs(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
     parameters = load_notebooks()
     # Numbers as text, to be read as those of the command line are.
     profiles = notebooks.read_yaml("batch.yaml", yaml.BaseLoader)
-    entries = [
-        (resolve([name], parameters)[0], texts) for name, texts in _entries(profile, profiles)
-    ]
+    entries = list(_entries(profile, profiles, parameters))
     if only:
-        kept = resolve(only, parameters)
         # Who names parameters, too, asks for one run of each.
-        entries = [] if overrides else [entry for entry in entries if entry[0] in kept]
-        entries += [(name, {}) for name in kept if name not in dict(entries)]
+        entries = _entries_of(resolve(only, parameters), [] if overrides else entries)
     overriding = dict(override.partition("=")[::2] for override in overrides)
     settable = {parameter for name, _ in entries for parameter in parameters[name]}
     for name in overriding.keys() - settable:
         raise BatchError(f"-p {name}: {unknown('parameter', name, sorted(settable))}")
-    by_name = {}
+    by_name = {}  # an entry may be there twice
     errors = []
     for name, texts in entries:
         known = parameters[name]
-        settings = texts | {key: text for key, text in overriding.items() if key in known}
+        texts |= {key: text for key, text in overriding.items() if key in known}
         values = {
             key: convert(known[key].default, text) if key in known else text
-            for key, text in settings.items()
+            for key, text in texts.items()
         }
         job = Job(notebooks.folder() / f"{name}.ipynb", values)
         by_name[job.name] = job
-        sentences = parameter_errors(known, values, name[3:])
-        errors += [f"{name}: {error}" for error in sentences]
+        errors += [f"{name}: {error}" for error in parameter_errors(known, values, name[3:])]
     if errors:
         raise BatchError("\n".join(dict.fromkeys(errors)))
     return list(by_name.values())
 
 
-def _entries(profile, profiles):
+def _entries_of(names, entries):
+    """The entries of these notebooks; of one that has none, one with its defaults."""
+    kept = [entry for entry in entries if entry[0] in names]
+    return kept + [(name, {}) for name in names if name not in dict(kept)]
+
+
+def _entries(profile, profiles, known):
     """A notebook and parameters as text for each point of each grid of a profile, included ones too."""
     if profile not in profiles:
         raise BatchError(unknown("profile", profile, profiles))
     others = {name: entries for name, entries in profiles.items() if name != profile}
-    for entry in profiles[profile] or []:
+    for entry in profiles[profile]:
         match entry:
             case {"profile": str(other)}:
-                yield from _entries(other, others)
+                yield from _entries(other, others, known)
             case {"notebook": str(name)} if entry.keys() <= {"notebook", "parameters", "grid"}:
+                (notebook,) = resolve([name], known)
                 for point in grid(**entry.get("grid", {})):  # one empty point without a grid
-                    yield name, entry.get("parameters", {}) | point
+                    yield notebook, entry.get("parameters", {}) | point
             case _:
                 raise BatchError(
                     f"batch.yaml, {profile}: {entry!r}; allowed: notebook with parameters (a value each) and "
@@ -132,7 +132,7 @@ def _entries(profile, profiles):
                 )
 
 
-def estimated_s(job: Job, at_once: int = 1) -> float:
+def estimated_s(job: Job, at_once: int) -> float:
     """Seconds that a job may take, by its last run here, or else on the reference; NaN where neither ran it.
 
     They are those between the first rows and the last, and `_START_S` for the rest of the page, which some
@@ -150,7 +150,7 @@ def estimated_s(job: Job, at_once: int = 1) -> float:
         if job.parameters.items() <= record.parameters.items():
             first, last = map(datetime.fromisoformat, record.measured_at)
             return (last - first).total_seconds() + _START_S / at_once
-    return math.nan
+    return np.nan
 
 
 def run_batch(
@@ -174,26 +174,39 @@ def run_batch(
         def finish(job):
             left_s = np.nansum(list(seconds.values()))
             bar.set_postfix_str(f"about {left_s:.0f} s left, {job.name}")
-            with filelock.FileLock(folder / f".{job.name}.lock"):
-                outcome = load_outcome(folder / f"{job.name}.json")
-                reason = reason_to_run(job, folder)
-                if outcome and reason and not force:
-                    bar.write(f"again: {job.notebook.stem} {job.line()}: {reason}")
-                if reason or force:
-                    outcome = _run(job, folder)
-                    bar.write(summary([outcome]))
+            outcome = _finish(job, folder, force, bar.write)
             del seconds[job.name]
             bar.update()
             return outcome
 
-        for is_last in (False, True):  # it shows what the others found
-            same = [job for job in jobs if notebooks.is_last(job.notebook.stem) == is_last]
+        for together in in_turn(jobs):
             with ThreadPool(at_once) as pool:  # Ctrl-C does not wait for its threads
-                outcomes += pool.map(finish, same, chunksize=1)
+                outcomes += pool.map(finish, together, chunksize=1)
     return outcomes
 
 
-def _run(job, folder):
+def in_turn(jobs: Sequence[Job]) -> tuple[list, list]:
+    """Jobs that may run at once, and those after them that show what the others found."""
+    last = [job for job in jobs if notebooks.is_last(job.notebook.stem)]
+    return [job for job in jobs if job not in last], last
+
+
+def _finish(job, folder, force, write):
+    """How a job ended, executed where it has to be; `write` takes what there is to say of it."""
+    with filelock.FileLock(folder / f".{job.name}.lock"):
+        outcome = load_outcome(folder / f"{job.name}.json")
+        if not force:
+            reason = reason_to_run(job, folder)
+            if not reason:
+                return outcome
+            if outcome:
+                write(f"again: {job.notebook.stem} {job.line()}: {reason}")
+        outcome = _execute(job, folder)
+        write(summary([outcome]))
+        return outcome
+
+
+def _execute(job, folder):
     """Execute a job and keep how it ended."""
     name = job.notebook.stem
     code_before = _code(job)  # while it is executed it may change
@@ -238,7 +251,7 @@ def _row_count(job, folder):
 
 def _code(job):
     """What the outcome of a job depends on, by name: parameters, versions, the code behind its rows."""
-    parameters = notebooks.read_parameters(nbformat.read(job.notebook, as_version=4))
+    parameters = notebooks.read_parameters(notebooks.read(job.notebook))
     values = {name: parameter.default for name, parameter in parameters.items()} | job.parameters
     texts = {f"parameter {name}": json.dumps(value) for name, value in values.items()}
     return texts | versions() | code.of_notebook(job.notebook)
@@ -248,8 +261,10 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     """How each ended and how long it took, those last that failed; a reason under its line."""
     lines = []
     for outcome in sorted(outcomes, key=lambda outcome: outcome.status == "error"):
-        job = f"{outcome.notebook} {outcome.parameters}"
-        lines.append(f"{outcome.status:7} {outcome.seconds:7.1f} s  {job}".rstrip())
+        line = (
+            f"{outcome.status:7} {outcome.seconds:7.1f} s  {outcome.notebook} {outcome.parameters}"
+        )
+        lines.append(line.rstrip())
         if outcome.reason:
             lines.append(f"    {outcome.reason}")
     return "\n".join(lines)

@@ -3,11 +3,11 @@
 import os
 import signal
 import sys
-import tempfile
 from argparse import ArgumentParser
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import nbformat
 import numpy as np
@@ -16,7 +16,6 @@ import torch
 from labbook import release
 from labbook.book import batch, notebooks, site, slurm
 from labbook.book.map import put_in_short
-from labbook.book.notebooks import BatchError
 from labbook.book.tidy import tidy, write_copies
 from labbook.files import figures_dir, make_folder, write_atomically
 from labbook.machine import core_count, machine_card
@@ -45,13 +44,14 @@ def _parser(program):
     parsers = {}
     for function in (_run, _list, _notebooks, _figures, _learn, _site, _release, _release_check):
         name = function.__name__.removeprefix("_").replace("_", "-")
-        text = function.__doc__
-        parsers[name] = commands.add_parser(name, help=text, description=text)
+        parsers[name] = commands.add_parser(
+            name, help=function.__doc__, description=function.__doc__
+        )
         parsers[name].set_defaults(command=function)
     _add_run_options(parsers["run"])
     parsers["site"].add_argument("folder", nargs="?", type=Path, help="of a run: runs/<machine>")
     parsers["release"].add_argument("name", help="v1.0")
-    parsers["release"].add_argument("commit", nargs="?", default="", help="default: as runs say")
+    parsers["release"].add_argument("commit", nargs="?", help="default: as runs say")
     for name in ("notebooks", "figures", "learn"):
         parsers[name].add_argument("names", nargs="*", metavar="NOTEBOOK", help="default: all")
     return parser
@@ -73,35 +73,43 @@ def _add_run_options(parser):
 def _run(options):
     """execute the notebooks that batch.yaml asks of this machine, where they are not done and unchanged"""
     gpus = torch.cuda.device_count()
-    possible = [name for name in batch.PROFILES if batch.PROFILES[name] <= gpus]
+    possible = [name for name, needed in batch.PROFILES.items() if needed <= gpus]
     profile = options.profile or possible[-1]
-    jobs = batch.jobs(profile, only=options.only, overrides=options.p)
     needed = batch.PROFILES[profile]
+    jobs = batch.jobs(profile, only=options.only, overrides=options.p)
     # A cell that measures waits until no other uses what it measures: book/kernel.py.
     at_once = min(4, 1 + core_count() // 4) if needed else min(2, core_count())
     if options.dry_run:
-        seconds = [batch.estimated_s(job, at_once) for job in jobs]
-        for job, of_job in zip(jobs, seconds, strict=True):
-            print(f"{of_job:6.0f} s  {job.notebook.stem} {job.line()}".replace("nan", "  ?"))
-        print(f"{np.nansum(seconds):6.0f} s  for those that are known")
-        return 0
+        return _print_plan(jobs, at_once)
     if options.job:
         by_name = {job.name: job for job in jobs}
         if options.job not in by_name:
-            raise BatchError(notebooks.unknown("job", options.job, by_name))
+            raise notebooks.BatchError(notebooks.unknown("job", options.job, by_name))
         jobs = [by_name[options.job]]
         needed = min(needed, 1)
     elif options.cluster:
         return _run_on_slurm(jobs, profile, options)
     if gpus < needed:
-        raise BatchError(f"profile {profile!r} needs {needed} GPUs, here: {gpus}")
-    if not needed:
+        raise notebooks.BatchError(f"profile {profile!r} needs {needed} GPUs, here: {gpus}")
+    return _run_here(jobs, needed, at_once, options)
+
+
+def _print_plan(jobs, at_once):
+    seconds = [batch.estimated_s(job, at_once) for job in jobs]
+    for job, of_job in zip(jobs, seconds, strict=True):
+        print(f"{of_job:6.0f} s  {job.notebook.stem} {job.line()}".replace("nan", "  ?"))
+    print(f"{np.nansum(seconds):6.0f} s  for those that are known")
+
+
+def _run_here(jobs, gpus, at_once, options):
+    """Execute jobs for so many GPUs on this machine; the exit code."""
+    if not gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the notebooks inherit it
     # In a process of its own: one that has touched CUDA holds GPU memory until it ends.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        # Processes that share GPUs have a card of their own.
-        for several in [True] * (needed > 1) + [False]:
-            card = pool.submit(machine_card, "auto", several, options.remeasure_card).result()
+        if gpus > 1:  # processes that share GPUs have a card of their own
+            pool.submit(machine_card, "auto", True, options.remeasure_card).result()
+        card = pool.submit(machine_card, "auto", False, options.remeasure_card).result()
     print(card.line())
     make_folder(figures_dir() / card.slug)  # what cannot be kept is not measured
     folder = options.output.resolve() / card.slug
@@ -132,7 +140,11 @@ def _report(outcomes, folders):
             print(
                 f"warning: {folder}/index.html cannot be made: {one_line(error)}", file=sys.stderr
             )
-    return int(any(outcome.status == "error" for outcome in outcomes))
+    return _any_failed(outcomes)
+
+
+def _any_failed(outcomes):
+    return any(outcome.status == "error" for outcome in outcomes)
 
 
 def _list(options):
@@ -146,16 +158,19 @@ def _list(options):
 def _notebooks(options):
     """execute notebooks in place, on the CPU, as they are committed"""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    paths = _paths(options.names)
-    paths += [path for path in _paths([]) if notebooks.is_last(path.stem) and path not in paths]
-    with tempfile.TemporaryDirectory() as scratch:
+    names = options.names
+    if names:  # those that show what the others found show what these found
+        names += notebooks.book("last")
+    with TemporaryDirectory() as scratch:
         os.environ["LABBOOK_FIGURES"] = scratch  # outputs show committed rows and this run alone
-        return _execute(paths, in_place=True)
+        return _any_failed([_renew(path) for path in _paths(names)])
 
 
 def _figures(options):
     """redraw the plots of notebooks from the rows, whatever measured them"""
-    return _execute(_paths(options.names), in_place=False)
+    jobs = [batch.Job(path) for path in _paths(options.names)]
+    with TemporaryDirectory() as folder:
+        return _any_failed(batch.run_batch(jobs, Path(folder)))
 
 
 def _learn(options):
@@ -165,9 +180,8 @@ def _learn(options):
 
 def _site(options):
     """the executed notebooks as a site in site/, to be read offline; or those of a run, in its folder"""
-    print(
-        site.build(options.folder or project().root / "site", options.folder or notebooks.folder())
-    )
+    target = options.folder or project().root / "site"
+    print(site.build(target, options.folder or notebooks.folder()))
 
 
 def _release(options):
@@ -175,7 +189,6 @@ def _release(options):
     if _release_check(options):
         return 1
     release.write(options.name, options.commit)
-    return 0
 
 
 def _release_check(options):
@@ -192,15 +205,12 @@ def _paths(words):
     return [notebooks.folder() / f"{name}.ipynb" for name in names]
 
 
-def _execute(paths, *, in_place):
-    """Execute notebooks with their defaults; the exit code."""
-    statuses = set()
-    for path in paths:
-        with tempfile.TemporaryDirectory() as folder:
-            (outcome,) = batch.run_batch([batch.Job(path)], Path(folder))
-            if in_place and outcome.status == "ok":
-                tidied = tidy(nbformat.read(Path(folder) / path.name, as_version=4))
-                put_in_short(tidied, path.stem)
-                write_atomically(path, nbformat.writes(tidied) + "\n")
-        statuses.add(outcome.status)
-    return int("error" in statuses)
+def _renew(path):
+    """Execute a notebook with its defaults, and put it, tidy, in its own place if it went well."""
+    with TemporaryDirectory() as folder:
+        (outcome,) = batch.run_batch([batch.Job(path)], Path(folder))
+        if outcome.status == "ok":
+            notebook = tidy(notebooks.read(Path(folder) / path.name))
+            put_in_short(notebook, path.stem)
+            write_atomically(path, nbformat.writes(notebook) + "\n")
+    return outcome

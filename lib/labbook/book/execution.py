@@ -15,8 +15,6 @@ import papermill
 import psutil
 from papermill.exceptions import PapermillExecutionError
 
-_EXTENSION = "--IPKernelApp.extra_extensions=labbook.book.kernel"
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -62,15 +60,6 @@ def execute(source: Path, output: Path, parameters: dict) -> Outcome:
     return Outcome("error" if reason else "ok", reason, seconds)
 
 
-def _kill_tree(pid):
-    """Kill a process and all its descendants, itself last: it may be the one that calls."""
-    with suppress(psutil.NoSuchProcess):
-        root = psutil.Process(pid)
-        for process in root.children(recursive=True) + [root]:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-
-
 def _main(source, output, parameters):
     """The process: print why papermill failed, in one line, or nothing. It ends when its parent does."""
     threading.Thread(target=_end_with, args=[psutil.Process().parent()], daemon=True).start()
@@ -85,8 +74,12 @@ def _main(source, output, parameters):
 
 
 def _end_with(parent):
+    """Kill this process when its parent ends, and all its descendants before itself."""
     parent.wait()
-    _kill_tree(os.getpid())
+    this = psutil.Process()
+    for process in this.children(recursive=True) + [this]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _reason(source, output, parameters):
@@ -100,18 +93,15 @@ def _reason(source, output, parameters):
             progress_bar=False,
             kernel_name="python3",
             language="python",
-            extra_arguments=[_EXTENSION],
+            extra_arguments=["--IPKernelApp.extra_extensions=labbook.book.kernel"],
         )
     except PapermillExecutionError as error:
         return f"cell [{error.exec_count}]: {error.ename}: {error.evalue}"
     except Exception as error:  # DeadKernelError: Kernel died, and others
         return f"{type(error).__name__}: {error}"
+    outputs = [each for cell in notebook.cells for each in cell.get("outputs", ())]
     # papermill takes sys.exit(0) for success.
-    if any(
-        "SystemExit" in output.values()
-        for cell in notebook.cells
-        for output in cell.get("outputs", ())
-    ):
+    if any(each.get("ename") == "SystemExit" for each in outputs):
         return "it ended before its last line: sys.exit(0)?"
     return ""
 

@@ -46,29 +46,30 @@ class Entry(NamedTuple):
 def read_map() -> dict[str, Entry]:
     """The notebooks there are, by name, without those that only show what the others found."""
     return {
-        path.stem: entry(path.stem, nbformat.read(path, as_version=4))
+        path.stem: read_entry(path.stem, notebooks.read(path))
         for path in notebooks.paths(notebooks.folder())
         if not notebooks.is_last(path.stem)
     }
 
 
-def entry(name: str, notebook: NotebookNode) -> Entry:
+def read_entry(name: str, notebook: NotebookNode) -> Entry:
     """What an executed notebook says of itself."""
     # Of a notebook that failed the first cell is papermill's.
     title = re.search("^# (.+)", "\n".join(cell.source for cell in notebook.cells), re.MULTILINE)
     if not title:
         raise ValueError(f"{name} has no first cell '# {name[:2]} · a title', and so is no chapter")
     handout, question, before, time = first_cell(notebook).values()
+    editions = re.findall(r"\b20\d\d\b", handout)
+    read_before = re.findall(r"\b\d\d\b", re.sub(r"\(.*?\)", "", before))
+    minutes = re.findall(r"\d+", time.replace("an hour", "60 minutes"))
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     tagged = [cell for cell in code if HEADLINE in notebooks.tags_of(cell)]
     drawn = tagged + [cell for cell in code if draws_committed_rows(cell.source)]
-    answer = _first_shown(tagged, "text/markdown")
-    headline = answer and re.sub(_AROUND, "", answer.data["text/markdown"], flags=re.DOTALL)
-    editions = re.findall(r"\b20\d\d\b", handout)
-    numbers = re.findall(r"\b\d\d\b", re.sub(r"\(.*?\)", "", before))
-    minutes = re.findall(r"\d+", time.replace("an hour", "60 minutes"))
     picture = _first_shown(drawn, "image/png")
-    return Entry(name, title[1], editions, question, numbers, minutes, headline or "", picture)
+    headline = ""
+    if answer := _first_shown(tagged, "text/markdown"):
+        headline = re.sub(_AROUND, "", answer.data["text/markdown"], flags=re.DOTALL)
+    return Entry(name, title[1], editions, question, read_before, minutes, headline, picture)
 
 
 def draws_committed_rows(source: str) -> bool:
@@ -86,24 +87,30 @@ def first_cell(notebook: NotebookNode) -> dict[str, str]:
     source = notebook.cells[0].source if notebook.cells else ""
     marks = "|".join(map(re.escape, MARKS))
     end = rf"(?=\n\s*\n|\s\*More:|\s(?:{marks})|$)"
-    matches = {mark: re.search(f"{re.escape(mark)}(.+?){end}", source, re.DOTALL) for mark in MARKS}
-    return {mark: " ".join(match[1].split()) if match else "" for mark, match in matches.items()}
+    texts = {}
+    for mark in MARKS:
+        found = re.findall(f"{re.escape(mark)}(.+?){end}", source, re.DOTALL)
+        texts[mark] = " ".join("".join(found[:1]).split())
+    return texts
 
 
 def put_in_short(notebook: NotebookNode, name: str) -> None:
     """Below its question, say the first sentence of what the notebook found, and show the picture of it."""
-    chapter = entry(name, notebook)
-    cells = [cell for cell in notebook.cells if IN_SHORT not in notebooks.tags_of(cell)]
-    if chapter.headline and not notebooks.is_last(name):
-        text = f"**In short.** {sentences(chapter.headline)[0]}"
-        cell = nbformat.v4.new_markdown_cell(text, id=IN_SHORT, metadata={"tags": [IN_SHORT]})
-        if chapter.picture:
-            title = chapter.picture.metadata.get("image/png", {}).get("alt", "")
-            png = base64.b64encode(_small(chapter.picture)).decode()
-            cell.source += f"\n\n![{title}](attachment:{IN_SHORT}.png)"
-            cell.attachments = {f"{IN_SHORT}.png": {"image/png": png}}
-        cells.insert(1, cell)
-    notebook.cells = cells
+    entry = read_entry(name, notebook)
+    notebook.cells = [cell for cell in notebook.cells if IN_SHORT not in notebooks.tags_of(cell)]
+    if entry.headline and not notebooks.is_last(name):
+        notebook.cells.insert(1, _in_short(entry))
+
+
+def _in_short(entry):
+    text = f"**In short.** {sentences(entry.headline)[0]}"
+    cell = nbformat.v4.new_markdown_cell(text, id=IN_SHORT, metadata={"tags": [IN_SHORT]})
+    if entry.picture:
+        title = entry.picture.metadata.get("image/png", {}).get("alt", "")
+        png = base64.b64encode(_small(entry.picture)).decode()
+        cell.source += f"\n\n![{title}](attachment:{IN_SHORT}.png)"
+        cell.attachments = {f"{IN_SHORT}.png": {"image/png": png}}
+    return cell
 
 
 def sentences(text: str) -> list[str]:
@@ -114,28 +121,25 @@ def sentences(text: str) -> list[str]:
 def map_table(entries: dict[str, Entry]) -> str:
     """Every notebook by chapter, in Markdown: its question, what to read before, minutes."""
     # By the number of their first notebook.
-    chapters = notebooks.read_yaml("book.yaml").get("chapters", {})
+    chapters = notebooks.book("chapters")
     links = {name[:2]: f"[{name[:2]}]({name}.ipynb)" for name in entries}
     lines = ["| notebook | edition | question | read before | minutes |", "|:--|:--|:--|:--|--:|"]
     for name, entry in entries.items():
         if chapter := chapters.get(int(name[:2])):
             lines.append(f"| **{chapter}** | | | | |")
-        before = [links[number] for number in entry.read_before if number in links]
-        cells = [
-            f"[{entry.title}]({name}.ipynb)",
-            "both" if len(entry.editions) > 1 else "".join(entry.editions),
-            in_short(entry.question),
-            ", ".join(before),
-            ", ".join(entry.minutes),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        edition = "both" if len(entry.editions) > 1 else "".join(entry.editions)
+        asked = main_question(entry.question)
+        before = ", ".join(links[number] for number in entry.read_before if number in links)
+        minutes = ", ".join(entry.minutes)
+        title = f"[{entry.title}]({name}.ipynb)"
+        lines.append(f"| {title} | {edition} | {asked} | {before} | {minutes} |")
     return "\n".join(lines)
 
 
-def in_short(question: str) -> str:
+def main_question(text: str) -> str:
     """The first sentence that asks something in more than a word or two; without one, the first sentence."""
-    parts = sentences(question.removeprefix("(a) "))
-    asking = (text for text in parts if text.endswith("?") and text.count(" ") > 2)
+    parts = sentences(text.removeprefix("(a) "))
+    asking = (part for part in parts if part.endswith("?") and part.count(" ") > 2)
     return next(asking, parts[0])
 
 

@@ -1,4 +1,4 @@
-"""The notebooks there are, `NN_slug.ipynb` in one folder: their names, what they need, their parameters.
+"""The notebooks there are, `NN_slug.ipynb` in one folder: their names, their parameters, what they need.
 
 What holds for this workbook alone stands in `book.yaml` there, and what a parameter may be, which is checked
 before anything runs, in `parameters.yaml`: papermill itself warns about an unknown name and takes any value.
@@ -22,15 +22,6 @@ from papermill.translators import PythonTranslator
 from labbook.code import notebook_of
 from labbook.project import project
 
-# YAML's own numbers would not do: 064 is 52 there, 1:30 is 90, and 1e-3 is text.
-_OF_TEXT = {
-    list: lambda text: yaml.load(text, yaml.BaseLoader),
-    bool: lambda text: {"true": True, "false": False}[text.lower()],
-    int: int,
-    float: float,
-    str: str,
-}
-
 
 class BatchError(ValueError):
     """What was asked cannot be carried out."""
@@ -39,6 +30,11 @@ class BatchError(ValueError):
 def folder() -> Path:
     """Where the project's notebooks are."""
     return project().notebooks
+
+
+def read(path: Path) -> NotebookNode:
+    """The notebook in a file."""
+    return nbformat.read(path, as_version=4)
 
 
 def paths(folder: Path) -> list[Path]:
@@ -51,7 +47,7 @@ def load_notebooks() -> dict[str, dict[str, Parameter]]:
     parameters = {}
     for path in paths(folder()):
         try:
-            parameters[path.stem] = read_parameters(nbformat.read(path, as_version=4))
+            parameters[path.stem] = read_parameters(read(path))
         except Exception as error:  # nbformat has an exception for every way of being no notebook
             raise BatchError(f"{path.name} cannot be run: {error}") from None
     return parameters
@@ -76,6 +72,9 @@ def tags_of(cell: NotebookNode) -> list[str]:
     return cell.metadata.get("tags", [])
 
 
+_parsed = cache(yaml.load)  # by the text: files are edited while a kernel runs
+
+
 def read_yaml(name: str, loader: type = yaml.SafeLoader) -> dict:
     """A file of the folder of notebooks."""
     try:
@@ -84,17 +83,21 @@ def read_yaml(name: str, loader: type = yaml.SafeLoader) -> dict:
         raise BatchError(f"{name} cannot be read: {' '.join(str(error).split())}") from None
 
 
-_parsed = cache(yaml.load)
+def book(name: str) -> dict:
+    """What `book.yaml` says under a name."""
+    return read_yaml("book.yaml").get(name, {})
 
 
 def resolve(words: Iterable[str], notebooks: Collection[str]) -> list[str]:
     """The notebooks meant by numbers ("11"), slugs, names or paths."""
     names = {word: name for name in notebooks for word in [name] + name.split("_", 1)}
-    stems = [Path(word).name.removesuffix(".ipynb") for word in words]
-    for stem in stems:
+    meant = {}  # in order, each once
+    for word in words:
+        stem = Path(word).name.removesuffix(".ipynb")
         if stem not in names:
             raise BatchError(unknown("notebook", stem, notebooks))
-    return list(dict.fromkeys(names[stem] for stem in stems))
+        meant[names[stem]] = word
+    return list(meant)
 
 
 def unknown(kind: str, name: str, allowed: Iterable[str]) -> str:
@@ -103,24 +106,36 @@ def unknown(kind: str, name: str, allowed: Iterable[str]) -> str:
 
 def is_last(name: str) -> bool:
     """Whether a notebook shows what the others found: executed after them, and whatever changed."""
-    return name in read_yaml("book.yaml").get("last", [])
+    return name in book("last")
 
 
 def why_not_here(name: str) -> str:
     """Why the notebook of this name cannot run on this machine; empty when it can."""
-    for package, names in read_yaml("book.yaml").get("needs", {}).items():
+    for package, names in book("needs").items():
         if name in names and not find_spec(package):
             return f"needs {package}, which is not installed here"
     return ""
+
+
+# What a parameter may be.
+
+# YAML's own numbers would not do: 064 is 52 there, 1:30 is 90, and 1e-3 is text.
+_PARSERS = {
+    list: lambda text: yaml.load(text, yaml.BaseLoader),
+    bool: lambda text: {"true": True, "false": False}[text.lower()],
+    int: int,
+    float: float,
+}
 
 
 def convert(default, value):
     """Text, or a list that YAML gives as text, as the type of a default; as it is where it cannot be that."""
     if isinstance(value, str):
         with suppress(KeyError, ValueError, yaml.YAMLError):
-            value = _OF_TEXT[type(default)](value)
-    several = isinstance(default, list) and isinstance(value, list)
-    return [convert(default[0], item) for item in value] if several else value
+            value = _PARSERS[type(default)](value)
+    if isinstance(default, list) and isinstance(value, list):
+        return [convert(default[0], item) for item in value]
+    return value
 
 
 def check_parameters(slug: str, values: Mapping) -> None:
@@ -128,7 +143,7 @@ def check_parameters(slug: str, values: Mapping) -> None:
 
     Raises BatchError: a line for each wrong value, naming what is allowed.
     """
-    known = read_parameters(nbformat.read(notebook_of(slug), as_version=4))
+    known = read_parameters(read(notebook_of(slug)))
     settings = {name: values[name] for name in known if name in values}
     if errors := parameter_errors(known, settings, slug):
         raise BatchError("\n".join(errors))
@@ -137,37 +152,27 @@ def check_parameters(slug: str, values: Mapping) -> None:
 def parameter_errors(
     known: Mapping[str, Parameter], settings: Mapping, slug: str = ""
 ) -> list[str]:
-    """A sentence for each given parameter that is not among the known or that cannot be right.
+    """A sentence for each setting whose parameter is unknown, or whose value cannot be right.
 
     Raises BatchError: parameters.yaml cannot be read.
     """
-    errors = [
-        _type_error(name, value, known[name].default)
-        if name in known
-        else unknown("parameter", name, known)
-        for name, value in settings.items()
-    ]
-    if any(errors):
-        return list(filter(None, errors))
+    errors = []
+    for name, value in settings.items():
+        if name not in known:
+            errors.append(unknown("parameter", name, known))
+        elif allowed := _other_type(value, known[name].default):
+            errors.append(f"{name} is {value!r}; allowed: {allowed}")
+    if errors:
+        return errors
     rules = rules_of(slug)
     values = {name: parameter.default for name, parameter in known.items()} | settings
     for name in values:
         rule = rules.get(name, {})
-        # Of the others those whose rule looks at a given one: a default size may be of another edition.
-        if settings.keys() & {name}.union(map(str, rule.values())):
+        read = {name}.union(map(str, rule.values()))
+        # Other defaults may be wrong here: a size of another edition.
+        if settings.keys() & read:
             errors.append(_value_error(name, rule, values))
     return list(filter(None, errors))
-
-
-def _type_error(name, value, default):
-    is_list = isinstance(default, list)
-    kind = type(_listed(default)[0])
-    kinds = {int, float} if kind is float else {kind}
-    if set(map(type, _listed(value))) <= kinds and isinstance(value, list | tuple) == is_list:
-        return ""
-    return (
-        f"{name} is {value!r}; allowed: {'a list of ' * is_list}{kind.__name__}, like {default!r}"
-    )
 
 
 def rules_of(slug: str) -> dict[str, dict]:
@@ -176,18 +181,28 @@ def rules_of(slug: str) -> dict[str, dict]:
     return file.get("every notebook", {}) | file.get(slug, {})
 
 
+def _other_type(value, default):
+    """What a value has to be, if it is not of the type of the default."""
+    kind = type(_items(default)[0])
+    kinds = (int, float) if kind is float else (kind,)
+    is_list = isinstance(default, list)
+    # By type(), for which True is no number.
+    are_right = all(type(item) in kinds for item in _items(value))
+    if are_right and isinstance(value, list | tuple) == is_list:
+        return ""
+    return f"{'a list of ' if is_list else ''}{kind.__name__}, like {default!r}"
+
+
 def _value_error(name, rule, values):
     """Of a value of the right type: a word that means nothing, a number that makes no sense."""
-    items = _listed(values[name])
+    items = _items(values[name])
     if not items and not rule.get("may_be_empty"):
         return f"{name} is an empty list; allowed: one item or more"
     if len(set(items)) < len(items):
         return f"{name} has one twice: {items}; allowed: once"
     words = _words(rule, values)
     for item in items:
-        allowed = _limits(item, rule, values) if "most" in rule else ""
-        if words and not any(fnmatchcase(str(item), str(word)) for word in words):
-            allowed = ", ".join(map(str, words))
+        allowed = _other_number(item, rule, values) if "most" in rule else _other_word(item, words)
         if allowed:
             return f"{name} has {item!r}; allowed: {allowed}"
     return ""
@@ -204,17 +219,25 @@ def _words(rule, values):
     return list(words) + rule.get("also", [])
 
 
-def _limits(number, rule, values):
-    """What a number may be, where this one is something else."""
+def _other_word(word, words):
+    """The words that are allowed, if this one is not; everything is where there are none."""
+    if not words or any(fnmatchcase(str(word), str(pattern)) for pattern in words):
+        return ""
+    return ", ".join(map(str, words))
+
+
+def _other_number(number, rule, values):
+    """The numbers that are allowed, if this one is not."""
     if not rule["least"] <= number <= rule["most"]:  # nor is NaN
         return f"{rule['least']} to {rule['most']}"
     if rule.get("power_of_two") and number.bit_count() > 1:
         return "a power of two"
     divisor = rule.get("multiple_of", 0)
-    divisors = _listed(values.get(divisor, divisor))
-    is_multiple = all(number % each == 0 for each in divisors if each > 0)
-    return "" if is_multiple else f"a multiple of {divisor}"
+    divisors = _items(values.get(divisor, divisor))
+    if any(number % each for each in divisors if each > 0):
+        return f"a multiple of {divisor}"
+    return ""
 
 
-def _listed(value):
-    return list(value) if isinstance(value, list | tuple) else [value]
+def _items(value):
+    return value if isinstance(value, list | tuple) else [value]

@@ -21,7 +21,6 @@ from PIL import Image
 
 from labbook.book import batch, notebooks
 from labbook.book import map as overview
-from labbook.book.notebooks import BatchError
 from labbook.book.tidy import ASIDE, CHECKER, HIDE_INPUT, has_solution
 from labbook.files import locked, make_folder
 from labbook.project import project
@@ -31,13 +30,16 @@ _MEASURED = r'"(measured (?:at|on) [^"\\]+)'  # what the card of its machine end
 _TITLE = "Making language models train fast, measured"
 _CONFIG = f"""\
 project = html_title = "{_TITLE}"
-extensions, html_theme = ["myst_nb"], "furo"
-nb_execution_mode, nb_render_markdown_format = "off", "myst"
+extensions = ["myst_nb"]
+html_theme = "furo"
+nb_execution_mode = "off"
+nb_render_markdown_format = "myst"
 myst_enable_extensions = ["dollarmath", "amsmath"]
 mathjax_path = "mathjax/MathJax.js?config=TeX-AMS-MML_HTMLorMML-full,Safe,workbook"
 myst_update_mathjax = False
 mathjax2_config = {{"tex2jax": {{"processClass": "math"}}}}
-html_static_path, html_extra_path = ["static"], ["extra"]
+html_static_path = ["static"]
+html_extra_path = ["extra"]
 html_css_files = ["site.css"]
 html_show_sphinx = html_show_copyright = html_copy_source = False
 html_show_search_summary = False  # it is fetched, which browsers refuse to a page that is a file
@@ -59,15 +61,15 @@ MathJax.Ajax.loadComplete("[MathJax]/config/workbook.js");
 
 
 class _Picture(NamedTuple):
-    """A PNG in the site's folder of them, what it shows, and its pixels."""
+    """A PNG of the site, what it shows, and its pixels."""
 
-    name: str
+    place: str
     title: str
     width: int
     height: int
 
     def html(self) -> str:
-        return f"""<img src="pictures/{self.name}" alt="{escape(self.title)}"
+        return f"""<img src="{self.place}" alt="{escape(self.title)}"
 width="{self.width}" height="{self.height}" loading="lazy">"""
 
 
@@ -85,53 +87,67 @@ def build(target: Path, executed: Path) -> Path:
     Raises BatchError: Sphinx is not installed, or could not build.
     """
     if not find_spec("furo"):
-        raise BatchError("the site needs more packages: `pip install -e '.[site]'` installs them")
-    paths = notebooks.paths(executed)
-    if not paths:
-        raise BatchError(f"there is no executed notebook in {executed}; `make run` makes some")
-    outcomes = map(batch.load_outcome, sorted(executed.glob("*.json")))
-    summary = batch.summary(list(filter(None, outcomes)))
+        raise notebooks.BatchError(
+            "the site needs more packages: `pip install -e '.[site]'` installs them"
+        )
+    if not notebooks.paths(executed):
+        raise notebooks.BatchError(
+            f"there is no executed notebook in {executed}; `make run` makes some"
+        )
     with locked(target), tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch, "source")
-        (source / "extra" / "pictures").mkdir(parents=True)
-        names = {path.stem.partition("-")[0]: path.stem for path in reversed(paths)}
-        run = "" if executed.samefile(notebooks.folder()) else executed.name
-        pages = []
-        for path in paths:
-            try:
-                pages.append(_write_page(path, source, names, run))
-            except Exception as error:  # a stranger's, or whatever a killed run left
-                print(f"warning: {path.name} is left out: {error}", file=sys.stderr)
-        shutil.copytree(
-            Path(find_spec("jupyter_server_mathjax").origin).parent / "static",
-            source / "static" / "mathjax",
-        )
-        shutil.copy(Path(__file__).with_name("site.css"), source / "static")
-        texts = {
-            "index.md": _first_page(run, summary, pages) + _contents(pages),
-            "gallery.md": _gallery(pages),
-            "conf.py": _CONFIG,
-            "static/mathjax/config/workbook.js": _MATHJAX,
-        }
-        for name, text in texts.items():
-            (source / name).write_text(text, encoding="utf-8")
+        _write_source(source, executed)
         built = Path(scratch, "built")
         _run_sphinx(source, built, Path(scratch, "trees"))
         shutil.copytree(built, target, dirs_exist_ok=True)
     return target / "index.html"
 
 
-def _first_page(run, summary, pages):
-    """Of a run: how each notebook ended. Else what the workbook is, and a card for each chapter."""
-    if run:
-        return f"# The workbook on {run}\n\n~~~~text\n{summary or 'No notebook has ended.'}\n~~~~\n"
-    about = notebooks.read_yaml("book.yaml").get("about", "")
-    return f"# {_TITLE}\n\n{about}\n\n{_cards(pages)}\n\n"
+def _write_source(source, executed):
+    """What Sphinx reads: the pages, and what they are shown with.
+
+    The first page says how the notebooks of a run ended, or what the workbook is, with a card a chapter.
+    """
+    (source / "extra" / "pictures").mkdir(parents=True)
+    is_run = not executed.samefile(notebooks.folder())
+    pages = list(_write_pages(source, executed, is_run))
+    if is_run:
+        first = _page_of_run(executed)
+    else:
+        first = f"# {_TITLE}\n\n{notebooks.book('about') or ''}\n\n{_cards(pages)}\n\n"
+    mathjax = Path(find_spec("jupyter_server_mathjax").origin).parent / "static"
+    shutil.copytree(mathjax, source / "static" / "mathjax")
+    shutil.copy(Path(__file__).with_name("site.css"), source / "static")
+    texts = {
+        "index.md": first + _contents(pages),
+        "gallery.md": _gallery(pages),
+        "conf.py": _CONFIG,
+        "static/mathjax/config/workbook.js": _MATHJAX,
+    }
+    for name, text in texts.items():
+        (source / name).write_text(text, encoding="utf-8")
+
+
+def _write_pages(source, executed, is_run):
+    paths = notebooks.paths(executed)
+    names = {path.stem.partition("-")[0]: path.stem for path in reversed(paths)}
+    for path in paths:
+        try:
+            yield _write_page(path, source, names, is_run)
+        except Exception as error:  # a stranger's, or whatever a killed run left
+            print(f"warning: {path.name} is left out: {error}", file=sys.stderr)
+
+
+def _page_of_run(executed):
+    """How each notebook ended."""
+    outcomes = map(batch.load_outcome, sorted(executed.glob("*.json")))
+    summary = batch.summary(list(filter(None, outcomes))) or "No notebook has ended."
+    return f"# The workbook on {executed.name}\n\n~~~~text\n{summary}\n~~~~\n"
 
 
 def _cards(pages):
     """Of each chapter its name, hours, first picture, and what it asks."""
-    questions = notebooks.read_yaml("book.yaml").get("questions", {})
+    questions = notebooks.book("questions")
     cards = []
     for chapter, of_chapter in _by_chapter(pages):
         if chapter not in questions:
@@ -163,52 +179,62 @@ def _run_sphinx(source, built, trees):
     command = [sys.executable, "-m", "sphinx", "-q", "-j", "auto", "-d", trees, source, built]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise BatchError(f"Sphinx could not build the site: {done.stderr[-500:]}")
+        raise notebooks.BatchError(f"Sphinx could not build the site: {done.stderr[-500:]}")
 
 
-def _write_page(path, source, names, run):
+def _write_page(path, source, names, is_run):
     """A notebook's page; at its foot how its problem's rows were measured and, folded, their tables."""
     text = _linked(path.read_text(encoding="utf-8"), names)
     notebook = nbformat.reads(text, as_version=4)
-    entry = overview.entry(path.stem, notebook)
-    _fold(notebook, run)
-    pictures = list(_write_pictures(notebook, path.stem, source / "extra" / "pictures"))
-    figures = project().figures
-    links = []
-    for table in sorted(figures.glob(f"*/{path.stem[3:].partition('-')[0]}/*.csv")):
-        name = Path("rows", table.relative_to(figures))
-        target = source / "extra" / name
-        make_folder(target.parent)
-        shutil.copy(table, target)
-        links.append(f'<a href="{name}">{name}</a>')
-    if links:
+    entry = overview.read_entry(path.stem, notebook)
+    _fold(notebook, is_run)
+    extra = source / "extra"
+    _write_attachments(notebook, path.stem, extra)
+    pictures = list(_write_pictures(notebook, path.stem, extra))
+    if links := list(_copy_tables(path.stem[3:].partition("-")[0], extra)):
         line = f"<summary>Rows {' '.join(re.findall(_MEASURED, text)[:1])}</summary>"
-        notebook.cells.append(
-            nbformat.v4.new_markdown_cell(f"<details>{line}{', '.join(links)}</details>")
-        )
+        foot = f"<details>{line}{', '.join(links)}</details>"
+        notebook.cells.append(nbformat.v4.new_markdown_cell(foot))
     nbformat.write(notebook, source / path.name)
     return _Page(entry, pictures)
 
 
-def _write_pictures(notebook, stem, folder):
-    """Write the plots of committed rows, and what is attached to text, which myst-nb does not know."""
+def _copy_tables(slug, extra):
+    """A link to each table of a problem."""
+    figures = project().figures
+    for table in sorted(figures.glob(f"*/{slug}/*.csv")):
+        name = Path("rows", table.relative_to(figures))
+        make_folder((extra / name).parent)
+        shutil.copy(table, extra / name)
+        yield f'<a href="{name}">{name}</a>'
+
+
+def _write_attachments(notebook, stem, extra):
+    """Pictures of text as files with links to them: myst-nb does not know attachments."""
     for cell in notebook.cells:
         for name, bundle in cell.pop("attachments", {}).items():
-            (folder / f"{stem}-{name}").write_bytes(base64.b64decode(bundle["image/png"]))
             place = f"pictures/{stem}-{name}"
+            (extra / place).write_bytes(base64.b64decode(bundle["image/png"]))
             link = rf'<a href="{place}"><img src="{place}" alt="\1"></a>'
             cell.source = re.sub(r"!\[(.*)\]\(attachment:.*\)", link, cell.source)
+
+
+def _write_pictures(notebook, stem, extra):
+    """Title all plots, and write those of committed rows."""
+    for cell in notebook.cells:
         for output in cell.get("outputs", []):
-            if title := output.get("metadata", {}).get("image/png", {}).get("alt"):
-                cell.metadata.mystnb["image"] = {"alt": title}
-                if overview.draws_committed_rows(cell.source):
-                    name = f"{stem}-{cell.id}.png"
-                    (folder / name).write_bytes(base64.b64decode(output.data["image/png"]))
-                    with Image.open(folder / name) as image:
-                        yield _Picture(name, title, *image.size)
+            title = output.get("metadata", {}).get("image/png", {}).get("alt")
+            if not title:
+                continue
+            cell.metadata.mystnb["image"] = {"alt": title}
+            if overview.draws_committed_rows(cell.source):
+                place = f"pictures/{stem}-{cell.id}.png"
+                (extra / place).write_bytes(base64.b64decode(output.data["image/png"]))
+                with Image.open(extra / place) as image:
+                    yield _Picture(place, title, *image.size)
 
 
-def _fold(notebook, run):
+def _fold(notebook, is_run):
     """Fold what a reader does not need to follow: parameters, imports, solutions, checkers, measuring.
 
     Of committed notebooks also what the machine measured that executed them last.
@@ -220,7 +246,7 @@ def _fold(notebook, run):
                 section = section if heading.startswith("###") else heading
             continue
         # Of a run, what its machine measured is what one reads.
-        is_local = heading == f"### This machine{run}"
+        is_local = heading == "### This machine" and not is_run
         prompt, tags = _prompt_and_tags(cell, section, is_local)
         cell.metadata.setdefault("tags", []).extend(tags)
         cell.metadata["mystnb"] = {"code_prompt_show": prompt, "code_prompt_hide": prompt}
@@ -259,7 +285,7 @@ def _linked(text, names):
 
 def _by_chapter(pages):
     """The pages of each chapter that has some; "Start" is what comes before all of them."""
-    chapters = {0: "Start"} | notebooks.read_yaml("book.yaml").get("chapters", {})
+    chapters = {0: "Start"} | notebooks.book("chapters")
     by_chapter = {}
     for page in pages:
         first = max(number for number in chapters if number <= int(page.entry.name[:2]))

@@ -7,10 +7,10 @@ import hashlib
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from labbook.book import batch, notebooks
+from labbook.book import batch
 from labbook.book.batch import Job
 from labbook.book.execution import Outcome
 from labbook.book.notebooks import BatchError
@@ -18,7 +18,7 @@ from labbook.files import make_folder
 
 
 def run_on_slurm(
-    jobs: Sequence[Job], command: Sequence[str], output: Path, *, gpu: bool, force: bool = False
+    jobs: list[Job], command: list[str], output: Path, *, gpu: bool, force: bool = False
 ) -> list[Outcome]:
     """Submit what is not done and unchanged, and wait for its end; how each job ended.
 
@@ -31,67 +31,74 @@ def run_on_slurm(
         raise BatchError(
             "there is no sbatch here; --cluster slurm is for a node of a Slurm cluster"
         )
-    name = f"workbook-{hashlib.sha256(str(output).encode()).hexdigest()[:8]}"
-    due = [job for job in jobs if force or _is_due(job, output, gpu)]
+    cluster = _Cluster(command, output, gpu)
+    due = [job for job in jobs if force or cluster.is_due(job)]
     for job in due:
-        for path in _outcomes(job, output, gpu):
+        for path in cluster.outcome_paths(job):
             path.unlink()  # so that one that is there is of now
-    submitted = []
-    try:
-        for is_last in (False, True):  # it shows what the others found
-            together = [job for job in due if notebooks.is_last(job.notebook.stem) == is_last]
-            submitted = [
-                _submit(job, output, gpu, name, list(command) + [job.name]) for job in together
-            ]
-            for job, process in zip(together, submitted, strict=True):
+    for together in batch.in_turn(due):
+        cluster.run(together)
+    return [cluster.outcome(job) for job in jobs]
+
+
+class _Cluster(NamedTuple):
+    """A cluster that executes jobs by a command, with GPUs or without; their outcomes are below `output`."""
+
+    command: list[str]
+    output: Path
+    gpu: bool
+
+    def run(self, jobs):
+        """Submit jobs, wait for them, print how each ended; Ctrl-C cancels them."""
+        name = f"workbook-{hashlib.sha256(str(self.output).encode()).hexdigest()[:8]}"
+        submitted = []
+        try:
+            submitted = [(job, self.submit(job, name)) for job in jobs]
+            for job, process in submitted:
                 process.wait()
-                print(batch.summary([_outcome(job, output, gpu)]), flush=True)
-    except KeyboardInterrupt:
-        subprocess.run(["scancel", f"--name={name}"], capture_output=True)
-        for process in submitted:
-            process.terminate()
-        raise
-    return [_outcome(job, output, gpu) for job in jobs]
+                print(batch.summary([self.outcome(job)]), flush=True)
+        except KeyboardInterrupt:
+            subprocess.run(["scancel", f"--name={name}"], capture_output=True)
+            for _, process in submitted:
+                process.terminate()
+            raise
 
+    def submit(self, job, name):
+        """An sbatch that ends when its job has; what both say goes into the log of the job."""
+        log = self.log(job)
+        make_folder(log.parent)
+        command = f"sbatch --wait --nodes=1 --job-name={name} --open-mode=append".split()
+        command += [f"--output={log}", f"--wrap=exec {shlex.join(self.command + [job.name])}"]
+        if self.gpu:
+            command.append(f"--gpus-per-node={_gpus(job)}")
+        with open(log, "a") as file:
+            return subprocess.Popen(command, stdout=file, stderr=file)
 
-def _submit(job, output, gpu, name, command):
-    """An sbatch that ends when its job has; what both say goes into the log of the job."""
-    log = _log(job, output)
-    options = ["--wait", "--nodes=1", f"--job-name={name}", f"--output={log}", "--open-mode=append"]
-    if gpu:
-        options.append(f"--gpus-per-node={_gpus(job)}")
-    make_folder(log.parent)
-    with open(log, "a") as file:
-        words = ["sbatch", f"--wrap=exec {shlex.join(command)}"]
-        return subprocess.Popen(words + options, stdout=file, stderr=file)
+    def is_due(self, job):
+        """Whether a job is done and unchanged on no machine."""
+        return all(batch.reason_to_run(job, path.parent) for path in self.outcome_paths(job))
+
+    def outcome_paths(self, job):
+        """The outcomes of a job, by machine: of those with GPUs, or of those without."""
+        paths = self.output.glob(f"*/{job.name}.json")
+        return [path for path in paths if path.parent.name.startswith("cpu-") != self.gpu]
+
+    def outcome(self, job):
+        """How a job ended; of one that was refused, or killed before it could say, what Slurm said last."""
+        for path in self.outcome_paths(job):
+            return batch.load_outcome(path)
+        last_line = self.log(job).read_text().strip().rpartition("\n")[2]
+        reason = f"no record, and Slurm says: {last_line}"
+        if last_line.startswith("Submitted batch job"):  # its receipt, no reason
+            reason = f"no record: {last_line[10:]} ended before it began (scancel?)"
+        return Outcome("error", reason, notebook=job.notebook.stem, parameters=job.line())
+
+    def log(self, job):
+        """Where what Slurm says of a job stands, and what the job says."""
+        return self.output / "slurm" / f"{job.name}.log"
 
 
 def _gpus(job):
     """NCCL's ranks have one each, Gloo's share one."""
     world_sizes = job.parameters.get("world_sizes") or [job.parameters.get("world_size", 1)]
     return max(world_sizes) if job.parameters.get("backend") == "nccl" else 1
-
-
-def _is_due(job, output, gpu):
-    return all(batch.reason_to_run(job, path.parent) for path in _outcomes(job, output, gpu))
-
-
-def _outcomes(job, output, gpu):
-    """Files of how it ended, by machine: of those with GPUs, or of those without."""
-    paths = output.glob(f"*/{job.name}.json")
-    return [path for path in paths if path.parent.name.startswith("cpu-") != gpu]
-
-
-def _outcome(job, output, gpu):
-    """How a job ended; of one that was refused, or killed before it could say, what Slurm said last."""
-    for path in _outcomes(job, output, gpu):
-        return batch.load_outcome(path)
-    last_line = _log(job, output).read_text().strip().rpartition("\n")[2]
-    reason = f"no record, and Slurm says: {last_line}"
-    if last_line.startswith("Submitted batch job"):  # its receipt, no reason
-        reason = f"no record: {last_line[10:]} ended before it began (scancel?)"
-    return Outcome("error", reason, notebook=job.notebook.stem, parameters=job.line())
-
-
-def _log(job, output):
-    return output / "slurm" / f"{job.name}.log"

@@ -5,14 +5,13 @@ Both mark solutions and their checkers as nbgrader does.
 
 import re
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from pathlib import Path
 
 import nbformat
 from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 from nbformat import NotebookNode
 
-from labbook.book.notebooks import tags_of
+from labbook.book.notebooks import read, tags_of
 from labbook.files import make_folder, write_atomically
 
 HIDE_INPUT = "hide-input"  # tag of a cell whose output is what one reads
@@ -38,14 +37,14 @@ _STUB = r"\1# YOUR CODE HERE\n\1raise NotImplementedError()"
 
 def tidy(notebook: NotebookNode) -> NotebookNode:
     """The notebook as it is committed: fixed metadata, tags, and outputs in which streams are not split."""
-    notebook = nbformat.from_dict(deepcopy(notebook))
-    notebook.update(metadata=nbformat.from_dict(METADATA), nbformat=4, nbformat_minor=5)
+    fixed = {"metadata": METADATA, "nbformat": 4, "nbformat_minor": 5}
+    notebook = nbformat.from_dict(notebook | fixed)  # a copy
     points = 1
     for cell in notebook.cells:
+        if minutes := _MINUTES.search(cell.source):
+            points = int(minutes[1])
         tags = tags_of(cell)
         cell.metadata = NotebookNode(tags=tags) if tags else NotebookNode()
-        if cell.cell_type == "markdown" and (minutes := _MINUTES.search(cell.source)):
-            points = int(minutes[1])
         # JupyterLab folds it, by this tag and by hide-input-in-jupyter; the site folds by this one alone. The
         # other is of a cell that would show a learner the solution of a step before it.
         if any(HIDE_INPUT in tag for tag in tags):
@@ -84,7 +83,7 @@ def cleared(notebook: NotebookNode) -> NotebookNode:
     Any cell may raise, as those do that use what is yet to be written: the copy runs to its end all the same.
     Raises ValueError: a solution has no end, or no beginning.
     """
-    notebook = deepcopy(notebook)
+    notebook = nbformat.from_dict(notebook)  # a copy
     notebook.cells = [cell for cell in notebook.cells if IN_SHORT not in tags_of(cell)]
     has_begun = False
     for cell in notebook.cells:
@@ -109,6 +108,6 @@ def write_copies(notebooks: Sequence[Path], folder: Path) -> Iterator[str]:
         if target.exists():
             yield f"kept     {target} (delete it for a new one)"
             continue
-        copy = cleared(nbformat.read(path, as_version=4))
+        copy = cleared(read(path))
         write_atomically(target, nbformat.writes(copy) + "\n")
         yield f"written  {target}"

@@ -7,7 +7,7 @@ import re
 import nbformat
 import pytest
 
-from labbook.book.map import MARKS, entry, first_cell, sentences
+from labbook.book.map import MARKS, first_cell, read_entry, sentences
 from labbook.book.notebooks import is_last, read_parameters
 from labbook.book.tidy import CHECKER, HIDE_INPUT, cleared, has_solution, tidy
 from labbook.project import project
@@ -71,7 +71,7 @@ def _title(notebook, name):
 
 
 def _in_short(notebook, name):
-    text = f"**In short.** {sentences(entry(name, notebook).headline)[0]}"
+    text = f"**In short.** {sentences(read_entry(name, notebook).headline)[0]}"
     if not notebook.cells[1].source.startswith(text):
         yield f"the second cell says {notebook.cells[1].source!r}; allowed: {text!r}, and the picture"
 

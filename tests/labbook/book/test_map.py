@@ -86,10 +86,10 @@ def test_the_picture_is_the_tagged_one_or_the_first_of_the_reference(entry_of):
     assert entry_of(*others).picture is None
 
 
-def test_a_question_in_short():
+def test_the_main_question():
     asked = "Which of the sums is off?"
-    assert overview.in_short(f"Add numbers. {asked} Why?") == asked
-    assert overview.in_short(f"(a) {asked} (b) Why?") == asked
+    assert overview.main_question(f"Add numbers. {asked} Why?") == asked
+    assert overview.main_question(f"(a) {asked} (b) Why?") == asked
 
 
 def test_the_map_has_a_line_for_each_notebook(entry_of):

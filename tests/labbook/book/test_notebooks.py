@@ -15,9 +15,13 @@ def known(tmp_path, write_notebook):
     return read_parameters(nbformat.read(write_notebook(tmp_path / "01_a.ipynb"), as_version=4))
 
 
+def name_of(number: str) -> str:
+    return next(name for name in NOTEBOOKS if name.startswith(number))
+
+
 def errors_of(notebook: str, *given: str) -> list[str]:
     """Of "name=text"s for a notebook, by its number."""
-    (name,) = (name for name in NOTEBOOKS if name.startswith(notebook))
+    name = name_of(notebook)
     known = NOTEBOOKS[name]
     pairs = [each.partition("=") for each in given]
     values = {key: convert(known[key].default, text) for key, _, text in pairs}
@@ -61,9 +65,8 @@ def test_wrong_values_are_named_with_what_is_allowed(known, values, given, allow
     ],
 )
 def test_text_means_what_a_person_means(notebook, text, meant):
-    (known,) = (known for name, known in NOTEBOOKS.items() if name.startswith(notebook))
     name, _, text = text.partition("=")
-    value = convert(known[name].default, text)
+    value = convert(NOTEBOOKS[name_of(notebook)][name].default, text)
     assert (value, type(value)) == (meant, type(meant))
 
 
