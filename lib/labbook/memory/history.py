@@ -66,16 +66,16 @@ def record_memory(
     step, prepare = steps.of(pass_)
     steps.model.zero_grad(set_to_none=True)
     run = step if prepare is None else partial(step, prepare())
-    before = dict(others or {}) | owners_of(steps.tensors())
+    before = (others or {}) | owners_of(steps.tensors())
     if steps.device.type == "cuda":
         snapshot = _recorded(run, steps)
-        if stem is not None:
-            write_atomically(stem.with_name(f"{stem.name}.pickle"), pickle.dumps(snapshot))
+        if stem:
+            write_atomically(Path(f"{stem}.pickle"), pickle.dumps(snapshot))
         return read_snapshot(snapshot, before, owners_of(steps.tensors()))
-    with TemporaryDirectory(prefix="labbook-memory-") as scratch, steps.recording():
+    with TemporaryDirectory() as scratch, steps.recording():
         path = Path(scratch, "step.json")
-        torch_trace.record_trace(run, path, device="cpu", with_memory=True)
-        return read_memory_trace(path, before, owners_of(steps.tensors()))
+        torch_trace.record_trace(run, path, device=steps.device, with_memory=True)
+        return _read_memory_trace(path, before, owners_of(steps.tensors()))
 
 
 def owners_of(categories: Mapping[str, Iterable[Tensor]]) -> Owners:
@@ -141,7 +141,7 @@ def _annotated_ranges(annotations):
     return pd.DataFrame(ranges, columns=["name"] + _TIMES)
 
 
-def read_memory_trace(path: Path, before: Owners, after: Owners) -> MemoryHistory:
+def _read_memory_trace(path, before, after):
     """Read the memory events of a CPU trace that was recorded `with_memory`; arguments as in `read_snapshot`.
 
     There `code` stays empty: `range` says where an allocation was made.
@@ -178,16 +178,14 @@ def _history(changes, ranges, before, after, alive):
 def _pairs(changes, alive):
     """A row for each allocation, until what comes next at its address: that frees it."""
     changes = sorted(changes, key=itemgetter(0))
-    first_size = {address: size for _, address, size, _ in reversed(changes)}
     # What was there before: never mentioned, or mentioned first when it is freed.
-    older = {address: -size for address, size in first_size.items() if size < 0}
-    older |= {address: alive[address] for address in alive.keys() - first_size}
-    before = [(-np.inf, address, size, "") for address, size in older.items()]
+    older = alive | {address: -size for _, address, size, _ in reversed(changes)}
+    before = [(-np.inf, address, size, "") for address, size in older.items() if size > 0]
     events = pd.DataFrame(
         before + changes,
         columns=["start_us", "address", "size_bytes", "code"],
     )
-    events["end_us"] = events.groupby("address").start_us.shift(-1).fillna(np.inf)
+    events["end_us"] = events.groupby("address").start_us.shift(-1, fill_value=np.inf)
     return events[events.size_bytes > 0].reset_index(drop=True)
 
 
@@ -206,34 +204,38 @@ def _categories(allocations, stages, before, after):
     return category
 
 
-def timeline(history: MemoryHistory, points: int | None = 256) -> pd.DataFrame:
+def timeline(history: MemoryHistory, points: int = 256) -> pd.DataFrame:
     """MiB held by each category over time: at_ms since the first stage began, stage, a column per category.
 
     Thin enough to be kept as rows: its changes are cut into so many pieces, each shown at its largest total,
-    so that no peak is lost; None shows all, and what was held when each stage began.
+    so that no peak is lost.
     """
-    stages = history.stages
-    start_us = stages.start_us.min()
-    held = _changes(history.allocations, start_us)
-    if points is None:
-        held = held.reindex(held.index.union(stages.start_us), fill_value=0)
-    held = held.cumsum() / MIB
-    held.insert(0, "at_ms", (held.index - start_us) / 1000)
-    held.insert(1, "stage", "")
-    for stage in stages.itertuples():
-        held.loc[stage.start_us : stage.end_us, "stage"] = stage.name
-    held = held.reset_index(drop=True)
-    piece = held.index * min(points or len(held), len(held)) // len(held)
+    held = _held(_changes(history), history.stages)
+    piece = held.index * points // len(held)
     largest = held[CATEGORIES].sum(axis=1).groupby(piece).idxmax()
     return held.loc[largest].reset_index(drop=True)
 
 
-def _changes(allocations, start_us):
-    """Bytes by which each category (a column) changes at each moment (the index, in microseconds)."""
+def _held(changes, stages):
+    """The whole timeline, a row for each change."""
+    held = changes.cumsum() / MIB
+    held.insert(0, "at_ms", (held.index - stages.start_us.min()) / 1000)
+    held.insert(1, "stage", "")
+    for stage in stages.itertuples():
+        held.loc[stage.start_us : stage.end_us, "stage"] = stage.name
+    return held.reset_index(drop=True)
+
+
+def _changes(history):
+    """Bytes by which each category (a column) changes at each moment (the index, in microseconds).
+
+    What was there before the first stage is there when that begins.
+    """
+    allocations = history.allocations
     births = allocations.assign(at_us=allocations.start_us)
     deaths = allocations.assign(at_us=allocations.end_us, size_bytes=-allocations.size_bytes)
     changes = pd.concat([births, deaths[deaths.at_us < np.inf]])
-    changes["at_us"] = changes.at_us.clip(lower=start_us)
+    changes["at_us"] = changes.at_us.clip(lower=history.stages.start_us.min())
     sums = changes.pivot_table("size_bytes", "at_us", "category", "sum")
     return sums.reindex(columns=CATEGORIES).fillna(0)
 
@@ -258,7 +260,11 @@ def timeline_of_rows(rows: pd.DataFrame) -> pd.DataFrame:
 
 def stage_peaks(history: MemoryHistory) -> pd.DataFrame:
     """For each stage the moment of its largest total: at_ms, stage, a column per category (MiB), total."""
-    held = timeline(history, points=None)
+    stages = history.stages
+    changes = _changes(history)
+    # A stage may change nothing; it holds what there is when it begins.
+    moments = changes.index.union(stages.start_us)
+    held = _held(changes.reindex(moments, fill_value=0), stages)
     held["total"] = held[CATEGORIES].sum(axis=1)
     of_stages = held[held.stage != ""].groupby("stage", sort=False)
     return held.loc[of_stages.total.idxmax()].reset_index(drop=True)

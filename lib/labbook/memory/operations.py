@@ -85,7 +85,7 @@ def saved_bytes(forward: Callable, inputs: Iterable[Tensor]) -> tuple[int, int]:
             in_use = torch.cuda.memory_allocated(device) - before + storage_bytes(inputs)
         else:
             held = tensors_of_python()
-            saved += [each for each in held if each is not output]
+            saved += [tensor for tensor in held if tensor is not output]
             in_use = storage_bytes(held + inputs)
     finally:
         gc.unfreeze()
@@ -117,11 +117,11 @@ def saved_for_backward(module: nn.Module, *inputs) -> pd.DataFrame:
     owned = {
         tensor.untyped_storage()._cdata for tensor in chain(module.parameters(), module.buffers())
     }
-    modules = {id(child): name for name, child in module.named_modules()}
-    storages = {}
+    paths = {id(child): path for path, child in module.named_modules()}
+    rows = {}  # by storage
     running = []  # functions of PyTorch, the innermost last
 
-    class Operations(TorchFunctionMode):
+    class Functions(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
             running.append(getattr(function, "__name__", str(function)).strip("_"))
             try:
@@ -132,22 +132,31 @@ def saved_for_backward(module: nn.Module, *inputs) -> pd.DataFrame:
     def pack(tensor):
         storage = tensor.untyped_storage()
         address = storage._cdata  # unlike data_ptr() also of meta tensors
-        if address not in owned and address not in storages:
-            stack = []  # the innermost module; found without hooks, which would send fused blocks another way
-            for frame, line in walk_stack(sys._getframe()):
-                stack.append((frame.f_code.co_filename, line, frame.f_code.co_name))
-                if (owner := id(frame.f_locals.get("self"))) in modules:
-                    break
-            code = own_line(stack)
+        if address not in owned and address not in rows:
+            path, code = _running_module(paths)
             operation = running[-1] if running else code.partition(": ")[0].rpartition(" ")[2]
-            storages[address] = (modules.get(owner, ""), operation, code, storage.nbytes())
+            rows[address] = (path, operation, code, storage.nbytes())
         return tensor.detach()  # as in `saved_bytes`
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor), Operations():
+    with saved_tensors_hooks(pack, lambda tensor: tensor), Functions():
         output = module(*inputs)
     del output  # kept until here: what a freed graph saved would be freed too
-    frame = pd.DataFrame(storages.values(), columns=["module", "operation", "code", "size_bytes"])
+    frame = pd.DataFrame(rows.values(), columns=["module", "operation", "code", "size_bytes"])
     return frame.sort_values("size_bytes", ascending=False, kind="stable", ignore_index=True)
+
+
+def _running_module(paths):
+    """The path of the innermost module that is running, and the line of ours that runs in it.
+
+    By the stack, without hooks, which would send fused blocks another way. paths: of modules, by their id.
+    """
+    stack = []
+    for frame, line in walk_stack(sys._getframe()):
+        stack.append((frame.f_code.co_filename, line, frame.f_code.co_name))
+        owner = id(frame.f_locals.get("self"))
+        if owner in paths:
+            break
+    return paths.get(owner, ""), own_line(stack)
 
 
 def own_line(stack: Iterable[tuple[str, int, str]]) -> str:
@@ -200,7 +209,8 @@ def operations_of(function: Callable) -> list[Operation]:
             bytes_moved = _bytes_moved(name, operation._schema, args, kwargs, result)
             if bytes_moved is not None:
                 # That of addmm is addmm_'s, too.
-                formula = flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_"), packet))
+                counted = getattr(torch.ops.aten, name.removesuffix("_"), packet)
+                formula = flop_registry.get(counted)
                 flops = formula(*args, **kwargs, out_val=result) if formula else 0
                 operations.append(Operation(name, flops, bytes_moved))
             return result
@@ -212,24 +222,21 @@ def operations_of(function: Callable) -> list[Operation]:
 
 def _bytes_moved(name, schema, args, kwargs, result):
     """What an operation has read and written; None where it moves nothing."""
-    names = (each.name for each in schema.arguments)
-    arguments = dict(zip(names, args, strict=False)) | kwargs  # defaults are not given
-    # Arguments that are written, by name: whether they are not read as well.
-    is_out = {
-        each.name: each.is_out
-        for each in schema.arguments
-        if each.alias_info and each.alias_info.is_write
-    }
+    declared = schema.arguments
+    names = [argument.name for argument in declared]
+    values = dict(zip(names, args, strict=False)) | kwargs  # defaults are not given
+    unread = {argument.name for argument in declared if argument.is_out}
+    if _IGNORES_SELF.fullmatch(name):
+        unread.add("self")
+    changed = {each.name for each in declared if each.alias_info and each.alias_info.is_write}
     # Fused optimizers write gradients only to scale them.
-    if arguments.get("grad_scale") is None:
-        is_out.pop("grads", None)
-    written = _sizes(result) | _sizes(list(map(arguments.get, is_out)))
-    is_view = written.keys() <= _sizes(arguments).keys() and not schema.is_mutable
+    if values.get("grad_scale") is None:
+        changed.discard("grads")
+    written = _sizes(result) | _sizes([values.get(name) for name in changed])
+    is_view = written.keys() <= _sizes(values).keys() and not schema.is_mutable
     if is_view or name.startswith(_NOTHING_MOVES):
         return None
-    if _IGNORES_SELF.fullmatch(name):
-        is_out["self"] = True
-    read_bytes = _sizes([x for key, x in arguments.items() if not is_out.get(key)]).total()
+    read_bytes = _sizes([value for key, value in values.items() if key not in unread]).total()
     if name in _GATHERS:
         read_bytes = min(read_bytes, written.total())
     return read_bytes + written.total()
