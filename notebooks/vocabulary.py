@@ -124,7 +124,7 @@ family(  # of kernels, labbook.profiles.names.kernel_class
     call            | call                     | green
     """,
 )
-family(  # of a step over ranks, what a GPU does: labbook.profiles.told_apart; and links of notebook 55
+family(  # of a step over ranks, what a GPU does: labbook.profiles.activity_spans; and links of notebook 55
     "doing link",
     """
     forward               | forward               | sky

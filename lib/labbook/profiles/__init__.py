@@ -5,11 +5,11 @@ import os
 from labbook.profiles.cases import profile_cases
 from labbook.profiles.gathers import gather_times
 from labbook.profiles.lanes import (
-    exposed, lane_rows, overlap_values, record_steps, step_lanes, told_apart,
+    exposed, lane_rows, overlap_values, record_steps, step_lanes, activity_spans,
 )  # fmt: skip
 from labbook.profiles.nsight import count_kernels, read_export, why_no_nsys
 from labbook.profiles.table import (
-    Profile, ProfileError, covered, kernel_table, one_step, range_table, stages,
+    Profile, covered, kernel_table, one_step, stages,
 )  # fmt: skip
 from labbook.profiles.torch_trace import read_trace
 

@@ -45,40 +45,39 @@ def profile_cases(
             yield _failed(case, source, "skipped", reason)
         else:
             runnable.append(case)
-    with TemporaryDirectory(prefix="labbook-profile-") as scratch:
-        if source == "nsys" and runnable:
-            yield from _under_nsys(program, runnable, Path(scratch, "all"))
-            report = Path(scratch, "all.nsys-rep")
-            if report.exists() and any(map(keep, runnable)):
-                shutil.move(report, f"{stem}.nsys-rep")
-            return
-        trace = Path(scratch, "trace.json.gz")
-        for case in runnable:
-            yield _rows(case, source, partial(_record_here, program, case, trace))
-            if trace.exists() and keep(case):
-                names = [f"-{case[name]}" for name in _NAMED if name in case]
-                shutil.move(trace, f"{stem}{''.join(names)}.json.gz")
-            trace.unlink(missing_ok=True)
+    if runnable:
+        under = _under_nsys if source == "nsys" else _under_torch
+        with TemporaryDirectory() as scratch:
+            yield from under(program, runnable, stem, keep, Path(scratch))
+
+
+def _under_torch(program, cases, stem, keep, scratch):
+    trace = scratch / "trace.json.gz"
+    for case in cases:
+        yield _rows(case, "torch", partial(_record_here, program, case, trace))
+        if trace.exists() and keep(case):
+            names = [f"-{case[name]}" for name in _NAMED if name in case]
+            shutil.move(trace, f"{stem}{''.join(names)}.json.gz")
+        trace.unlink(missing_ok=True)
 
 
 def _record_here(program, case, trace):
     return record_trace(program(case), trace, device=case.device)
 
 
-def _under_nsys(program, cases, stem):
-    pickled = stem.with_suffix(".pickle")
+def _under_nsys(program, cases, stem, keep, scratch):
+    pickled = scratch / "cases"
     pickled.write_bytes(cloudpickle.dumps((program, cases)))
     command = [sys.executable, "-m", "labbook.profiles.program", str(pickled)]
-    profile = None
     failure = ""
     # Why a case could not run; where the process failed there is no list.
     reasons = [""] * len(cases)
     try:
-        profile = read_export(record_report(command, stem))
+        profile = read_export(record_report(command, scratch / "all"))
     except ProfileError as error:
         failure = str(error)
     with suppress(FileNotFoundError):
-        reasons = json.loads(stem.with_suffix(".pickle.json").read_text())
+        reasons = json.loads((scratch / "cases.json").read_text())
     for number, (case, reason) in enumerate(zip(cases, reasons, strict=True)):
         if reason:
             yield _failed(case, "nsys", "oom", reason)
@@ -86,6 +85,9 @@ def _under_nsys(program, cases, stem):
             yield _failed(case, "nsys", "error", failure)
         else:
             yield _rows(case, "nsys", partial(within, profile, range_of(number)))
+    report = scratch / "all.nsys-rep"
+    if report.exists() and any(map(keep, cases)):
+        shutil.move(report, f"{stem}.nsys-rep")
 
 
 def _rows(case, source, record):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
 import pandas as pd
 
 from labbook.profiles.table import MS, STEP, Profile, one_step
@@ -53,12 +54,11 @@ def units_of(messages: int, units: Sequence[str]) -> list[str]:
 
     Raises ValueError: that does not come out even.
     """
-    blocks = sum(unit.startswith("layers.") for unit in units)
-    of_block, left = divmod(messages - (len(units) - blocks), max(blocks, 1))
-    if left or of_block < 1:
+    is_block = np.array([unit.startswith("layers.") for unit in units])
+    of_each, left = divmod(messages - sum(~is_block), max(sum(is_block), 1))
+    if left or of_each < 1:
         raise ValueError(f"{messages} all-gathers are not those of {', '.join(units)}")
-    calls = [of_block if unit.startswith("layers.") else 1 for unit in units]
-    return [unit for unit, count in zip(units, calls, strict=True) for _ in range(count)]
+    return np.repeat(units, np.where(is_block, of_each, 1)).tolist()
 
 
 def _of_busiest_stream(kernels):

@@ -13,12 +13,11 @@ import pandas as pd
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from labbook.profiles.table import STEP, Profile, covered, one_step, stages
+from labbook.profiles.table import STEP, Profile, covered, covered_ms, one_step, stages
 from labbook.profiles.torch_trace import record_trace
 from labbook.ranks import Context
 from labbook.timing import wait_for
 
-LANES = ("compute", "communication")
 _TIMES = ["start_ms", "end_ms"]
 
 
@@ -36,14 +35,15 @@ def record_steps(step: Callable, context: Context) -> Profile:
                 step()
                 wait_for(context.device)
 
-    with tempfile.TemporaryDirectory(prefix="labbook-lanes-") as folder:
+    with tempfile.TemporaryDirectory() as folder:
         return record_trace(two_steps, Path(folder, "trace.json"), device=context.device)
 
 
 def step_lanes(profile: Profile) -> pd.DataFrame:
-    """The spans of the last step: lane (one of LANES), range (the stage that launched it), start_ms, end_ms.
+    """The spans of the last step: lane, range (the stage that launched it), start_ms, end_ms.
 
-    Milliseconds since the step began, one row a kernel. Raises ProfileError where there is no step.
+    The lanes are "compute" and "communication"; milliseconds since the step began, one row a kernel.
+    Raises ProfileError where there is no step.
     """
     _, kernels, _ = one_step(profile)
     lanes = np.where(kernels["class"] == "communication", "communication", "compute")
@@ -54,14 +54,13 @@ def step_lanes(profile: Profile) -> pd.DataFrame:
 
 def exposed(lanes: pd.DataFrame) -> pd.DataFrame:
     """The stretches with communication and no computing: start_ms and end_ms."""
-    edges = lanes.melt("lane", _TIMES, "edge", "at")
-    edges["change"] = np.where(edges.edge == "start_ms", 1, -1)
-    changes = edges.pivot_table("change", "at", "lane", "sum").reindex(columns=LANES)
-    running = changes.fillna(0).cumsum()
-    start_ms = running.index.to_series()
-    stretches = pd.DataFrame({"start_ms": start_ms, "end_ms": start_ms.shift(-1)})
-    is_exposed = running.communication.gt(0) & running.compute.eq(0)
-    return covered(stretches[is_exposed])
+    sent = covered(lanes[lanes.lane == "communication"])
+    computed = covered(lanes[lanes.lane == "compute"])
+    # Each stretch of communication within each stretch without computing, if they meet.
+    start_ms = np.maximum.outer(sent.start_ms.to_numpy(), np.append(-np.inf, computed.end_ms))
+    end_ms = np.minimum.outer(sent.end_ms.to_numpy(), np.append(computed.start_ms, np.inf))
+    meet = start_ms < end_ms
+    return covered(pd.DataFrame({"start_ms": start_ms[meet], "end_ms": end_ms[meet]}))
 
 
 def overlap_values(lanes: pd.DataFrame) -> dict[str, float | None]:
@@ -73,8 +72,8 @@ def overlap_values(lanes: pd.DataFrame) -> dict[str, float | None]:
     """
     sent = lanes[lanes.lane == "communication"]
     backward = lanes[(lanes.lane == "compute") & (lanes.range == "backward")]
-    communication_ms = _length_ms(covered(sent))
-    exposed_ms = _length_ms(exposed(lanes))
+    communication_ms = covered_ms(sent)
+    exposed_ms = covered_ms(exposed(lanes))
     tail_ms = None
     if len(sent) and len(backward):
         tail_ms = float(max(0, sent.end_ms.max() - backward.end_ms.max()))
@@ -84,10 +83,6 @@ def overlap_values(lanes: pd.DataFrame) -> dict[str, float | None]:
         "profiled_tail_ms": tail_ms,
         "overlap_share": 1 - exposed_ms / communication_ms if communication_ms else None,
     }
-
-
-def _length_ms(spans):
-    return float((spans.end_ms - spans.start_ms).sum())
 
 
 def lane_rows(lanes: pd.DataFrame, key: Mapping, gap_ms: float = 0.1) -> list[dict]:
@@ -102,7 +97,7 @@ def lane_rows(lanes: pd.DataFrame, key: Mapping, gap_ms: float = 0.1) -> list[di
     return rows
 
 
-def told_apart(lanes: pd.DataFrame, by: str) -> pd.DataFrame:
+def activity_spans(lanes: pd.DataFrame, by: str) -> pd.DataFrame:
     """Lanes of several steps for `plots.spans`: `doing` is a stage, or "communication, hidden" or "exposed".
 
     by: column that tells the steps apart. Copies to and from one long tensor are launched by the stage that

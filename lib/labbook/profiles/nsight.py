@@ -42,7 +42,6 @@ def record_report(command: list[str], stem: Path) -> Path:
     done = subprocess.run(
         _PROFILE.split() + [f"--output={stem}"] + command,
         capture_output=True,
-        text=True,
         errors="replace",
     )
     log = done.stdout + done.stderr
@@ -122,8 +121,8 @@ def count_kernels(program: str, arguments, metrics: Iterable[str]) -> list[dict]
     Returns for each kernel, in order: kernel, its name without arguments, and the metrics in base units.
     Raises FileNotFoundError: no ncu is on PATH. RuntimeError: it or the program failed, or no kernel ran.
     """
-    counting = f"{_NCU} --metrics={','.join(metrics)}".split()
-    command = counting + [sys.executable, "-c", program, json.dumps(arguments)]
+    command = f"{_NCU} --metrics={','.join(metrics)}".split()
+    command += [sys.executable, "-c", program, json.dumps(arguments)]
     run = subprocess.run(command, capture_output=True, text=True)
     _, mark, table = run.stdout.partition('"ID"')
     if run.returncode or not mark:

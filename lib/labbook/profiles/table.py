@@ -100,6 +100,8 @@ def complete(events: pd.DataFrame, source: str) -> pd.DataFrame:
 def range_paths(ranges: pd.DataFrame, launches: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
     """Path of the ranges open when each range begins, itself the last, and at each launch, on any thread.
 
+    By the index of the range, and of the launch.
+
     ranges: process, name, start_ns, end_ns.
     launches: process, launch_ns.
     """
@@ -123,7 +125,7 @@ def range_paths(ranges: pd.DataFrame, launches: pd.DataFrame) -> tuple[pd.Series
     events["path"] = paths
     at_start = events.path[events.kind == 1]
     at_launch = events.path[events.kind == 2]
-    return at_start.reindex(ranges.index), at_launch.reindex(launches.index)
+    return at_start.reindex(ranges.index), at_launch
 
 
 def covered(spans: pd.DataFrame, gap_ms: float = 0.0) -> pd.DataFrame:
@@ -132,6 +134,12 @@ def covered(spans: pd.DataFrame, gap_ms: float = 0.0) -> pd.DataFrame:
     begins = spans.start_ms > spans.end_ms.cummax().shift() + gap_ms
     union = spans.groupby(begins.cumsum().to_numpy())
     return union.agg({"start_ms": "min", "end_ms": "max"})
+
+
+def covered_ms(spans: pd.DataFrame) -> float:
+    """The length of their union."""
+    union = covered(spans)
+    return float((union.end_ms - union.start_ms).sum())
 
 
 def stages(table: pd.DataFrame) -> pd.Series:
@@ -181,7 +189,7 @@ def range_table(profile: Profile) -> pd.DataFrame:
             {
                 "range": opened.range,
                 "host_ms": (opened.end_ns - opened.start_ns) * MS,
-                "device_busy_ms": covered(own).eval("end_ms - start_ms").sum(),
+                "device_busy_ms": covered_ms(own),
                 "calls": len(own),
             }
         )
@@ -189,12 +197,10 @@ def range_table(profile: Profile) -> pd.DataFrame:
 
 
 def within(profile: Profile, name: str) -> Profile:
-    """The ranges inside a range, and the kernels that they launched."""
+    """A range and those inside it, with the kernels that they launched."""
     part = copy(profile)
-    for frame in ("ranges", "kernels"):
-        whole = getattr(profile, frame)
-        is_inside = whole.range.str.startswith(f"{name}/")
-        setattr(part, frame, whole[is_inside])
+    part.ranges = _below(profile.ranges, name)
+    part.kernels = _below(profile.kernels, name)
     return part
 
 

@@ -23,8 +23,10 @@ _KINDS = {
     "gpu_memset": "memset",
 }
 _ON_GPU = ("kernel", "memcpy", "memset")
-_FIELDS = ["cat", "name", "pid", "tid", "ts", "dur"]  # of every event that is read
-_ARGUMENTS = ["correlation", "stream"]
+# Of every event that is read: its fields, its arguments, and what the columns of a table call them.
+_FIELDS = ("cat", "name", "pid", "tid", "ts", "dur")
+_ARGUMENTS = ("correlation", "stream")
+_COLUMNS = ("kind", "name", "process", "thread", "start_ns", "end_ns") + _ARGUMENTS
 # Ranges that PyTorch opens by itself; a path is made of ours.
 FOREIGN = r"Optimizer\.|ProfilerStep|nccl:|gloo:|c10d|Torch-Compiled|DistributedDataParallel|## "
 # Operators that touch no data: views, allocations and autograd's own nodes. The host's work, and no kernels.
@@ -37,7 +39,7 @@ _BOOKKEEPING = re.compile(
 
 
 def record_trace(
-    run: Callable, path: Path, *, device: torch.device | str, with_memory: bool = False
+    run: Callable, path: Path, *, device: torch.device, with_memory: bool = False
 ) -> Profile:
     """Call `run()` under torch.profiler and save a Chrome trace, .json or .json.gz (for ui.perfetto.dev).
 
@@ -45,8 +47,10 @@ def record_trace(
     with_memory: also record every allocation.
     Raises ProfileError: see `read_trace`.
     """
-    on_cuda = torch.device(device).type == "cuda"
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_cuda
+    on_cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU]
+    if on_cuda:
+        activities.append(ProfilerActivity.CUDA)
     with warnings.catch_warnings():
         # torch 2.11 says each time that a profile holds its own events only: that is what is wanted.
         warnings.filterwarnings("ignore", "Warning: Profiler clears events")
@@ -64,21 +68,13 @@ def load_trace(path: Path) -> tuple[list[dict], pd.DataFrame]:
     A range that PyTorch opened is of the kind "pytorch's", what Gloo does on its threads an operator.
     Raises FileNotFoundError; ProfileError: it is cut off, or no trace.
     """
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            trace = list(json.load(file)["traceEvents"])
-    except (gzip.BadGzipFile, EOFError, ValueError, TypeError, KeyError) as error:
-        raise ProfileError(
-            f"{path.name} is cut off or no trace ({error!r}); record it again"
-        ) from None
+    trace = _load_events(path)
     rows = {
         place: _row(event)
         for place, event in enumerate(trace)
         if event.get("ph") == "X" and event.get("cat") in _KINDS
     }
-    names = ["kind", "name", "process", "thread", "start_ns", "end_ns"] + _ARGUMENTS
-    events = pd.DataFrame(list(rows.values()), list(rows), names, dtype=object)
+    events = pd.DataFrame.from_dict(rows, "index", object, columns=_COLUMNS)
     kinds = events.kind.map(_KINDS)
     is_foreign = (kinds == "range") & events.name.str.match(FOREIGN, na=False)
     is_gloos = is_foreign & events.name.str.startswith("gloo:", na=False)
@@ -89,6 +85,17 @@ def load_trace(path: Path) -> tuple[list[dict], pd.DataFrame]:
         events[column] = (1000 * times_us).round().astype("Int64")
     events["end_ns"] += events.start_ns
     return trace, complete(events, path.name)
+
+
+def _load_events(path):
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            return list(json.load(file)["traceEvents"])
+    except (gzip.BadGzipFile, EOFError, ValueError, TypeError, KeyError) as error:
+        raise ProfileError(
+            f"{path.name} is cut off or no trace ({error!r}); record it again"
+        ) from None
 
 
 def _row(event):
@@ -118,8 +125,7 @@ def read_trace(path: Path) -> Profile:
             f"{path.name} has calls and no kernels: CUPTI could not record; end other profilers, or "
             "allow this user to read GPU performance counters"
         )
-    operators = events[events.kind == "operator"]
-    own_ns = _own_ns(operators)
+    own_ns = _own_ns(events[events.kind == "operator"])
     events.loc[own_ns.index, "end_ns"] = events.start_ns + own_ns
     events["stream"] = pd.factorize(events.thread, sort=True)[0]
     touches_data = events.name.map(_BOOKKEEPING.search).isna()

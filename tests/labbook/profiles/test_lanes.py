@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labbook.profiles import exposed, lane_rows, overlap_values, step_lanes, told_apart
+from labbook.profiles import activity_spans, exposed, lane_rows, overlap_values, step_lanes
 
 GEMM = "ampere_sgemm_128x64_tn"
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
@@ -81,7 +81,7 @@ def test_communication_is_exposed_where_nothing_is_computed():
     naive = frame(backward + [("communication", 10, 2)])
     overlapped = frame(backward + [("communication", 9, 2)])
     steps = pd.concat([naive.assign(step="naive"), overlapped.assign(step="overlapped")])
-    spans = told_apart(steps, "step").set_index("lane")
+    spans = activity_spans(steps, "step").set_index("lane")
     spans = spans[["step", "doing", "start_ms", "end_ms"]]
     assert spans.loc["compute"].to_numpy().tolist() == [
         ["naive", "backward", 4, 10],

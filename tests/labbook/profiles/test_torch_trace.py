@@ -54,7 +54,7 @@ def cpu(tmp_path_factory):
 
     path = tmp_path_factory.mktemp("trace") / "trace.json.gz"
     with recording():
-        return record_trace(run, path, device="cpu"), path
+        return record_trace(run, path, device=torch.device("cpu")), path
 
 
 def test_cuda_kernels_belong_to_the_range_of_their_launch(save):
