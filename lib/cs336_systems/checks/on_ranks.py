@@ -66,7 +66,7 @@ def try_properties(context, pickled, also_alone=False):
     # What is not written is NaN.
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Before the class imports the functions, in whichever way.
-    with watch_collectives(notify=_tell_observers, checks=True), observed() as sent:
+    with watch_collectives(notify=_notify_observers, checks=True), observed() as sent:
         candidate, properties = cloudpickle.loads(pickled)
         for finding in properties(candidate):
             mistake = "" if isinstance(finding, Property) else finding
@@ -155,7 +155,7 @@ def observed(notify=lambda message: None):
         _observers.pop()
 
 
-def _tell_observers(message):
+def _notify_observers(message):
     for messages, notify in _observers:
         messages.append(message)
         notify(message)

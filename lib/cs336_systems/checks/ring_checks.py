@@ -67,7 +67,7 @@ def _check_sums(check, all_reduce, numbers, case, n):
     """Check what n ranks end with, and return what each of them sends."""
     before = [10.0**rank + numbers for rank in range(n)]
     # Strided, as a column of a matrix is.
-    tensors = [each.new_empty(2 * len(each))[::2].copy_(each) for each in before]
+    tensors = [x.new_empty(2 * len(x))[::2].copy_(x) for x in before]
     total = sum(before)
     results, sent = run_ring(all_reduce, tensors)
     for result in results:
