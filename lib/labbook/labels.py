@@ -96,14 +96,12 @@ def with_derived(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows and what can be derived from their columns; None where one of these is empty."""
     for name, (columns, label) in vocabulary().derivations.items():
         if name not in rows and set(columns) <= set(rows):
-            points = rows[columns].itertuples(index=False)
-            labels = [_derived(values, label) for values in points]
+            labels = [
+                label(*values) if all(map(pd.notna, values)) else None
+                for values in rows[columns].itertuples(index=False)
+            ]
             rows = rows.assign(**{name: pd.Series(labels, rows.index, dtype=object)})
     return rows
-
-
-def _derived(values, label):
-    return None if any(map(pd.isna, values)) else label(*values)
 
 
 def column_of(name: str | None) -> Column:

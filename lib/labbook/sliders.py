@@ -37,13 +37,12 @@ class Sliders:
     ) -> None:
         states = [state(**point) for point in grid(**controls)]
         self.figure = {"states": states, "labels": labels, "unit": unit, "limit": limit}
-        self.figure["controls"] = [
-            (column_label(column), [value_label(value, column) for value in values])
-            for column, values in controls.items()
-        ]
-        self.figure["start"] = [
-            list(values).index(start[column]) for column, values in controls.items()
-        ]
+        self.figure["controls"] = []
+        self.figure["start"] = []
+        for column, values in controls.items():
+            names = [value_label(value, column) for value in values]
+            self.figure["controls"].append((column_label(column), names))
+            self.figure["start"].append(list(values).index(start[column]))
 
     def html(self) -> str:
         """The script, and the numbers that it shows, to four digits."""

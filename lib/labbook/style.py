@@ -20,15 +20,24 @@ GREEN = "#009E73"
 ORANGE = "#E69F00"
 VERMILLION = "#D55E00"
 PURPLE = "#CC79A7"
-BLACK = "#22272E"
+INK = "#22272E"
 GREY = "#6B7077"
-WINE = "#7A1F5C"
-BROWN = "#604418"
-YELLOW = "#F0E442"
 SILVER = "#CBD2DB"
 # By name, as vocabularies say them.
-COLORS = {name.lower(): color for name, color in globals().items() if name.isupper()}
-INK = BLACK
+COLORS = {
+    "blue": BLUE,
+    "sky": SKY,
+    "green": GREEN,
+    "orange": ORANGE,
+    "vermillion": VERMILLION,
+    "purple": PURPLE,
+    "black": INK,
+    "grey": GREY,
+    "silver": SILVER,
+    "wine": "#7A1F5C",
+    "brown": "#604418",
+    "yellow": "#F0E442",
+}
 MUTED = "#6B7280"
 PAPER = "#FFFFFF"
 ZONE = "#F3F4F6"  # where nothing could be measured
