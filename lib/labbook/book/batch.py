@@ -166,7 +166,7 @@ def run_batch(
     """
     make_folder(folder, "name one that can: --output FOLDER")
     if at_once > 1:
-        os.environ["LABBOOK_ROOM"] = str(folder / ".room")  # of the kernels
+        os.environ["LABBOOK_LOCK"] = str(folder / ".measuring")  # of the kernels
     seconds = {job.name: estimated_s(job, at_once) for job in jobs}
     outcomes = []
     with tqdm.tqdm(total=len(jobs), unit="notebook", disable=None) as bar:

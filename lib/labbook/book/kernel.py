@@ -14,14 +14,14 @@ import sys
 def load_ipython_extension(shell) -> None:
     """Called by IPython before the first cell: what is registered first is called last."""
     atexit.register(os._exit, 0)
-    if room := os.environ.get("LABBOOK_ROOM"):
-        take_turns(shell, os.open(room, os.O_CREAT | os.O_RDWR))
+    if lock := os.environ.get("LABBOOK_LOCK"):
+        take_turns(shell, os.open(lock, os.O_CREAT | os.O_RDWR))
 
 
-def take_turns(shell, room: int) -> None:
+def take_turns(shell, lock: int) -> None:
     """Let a cell that measures wait for those of other kernels, and these for it.
 
-    room: a file that is open; its lock goes with the process. Others may go before who waits, until all that
+    lock: a file that is open; its lock goes with the process. Others may go before who waits, until all that
         they have left is to measure.
     """
 
@@ -31,16 +31,16 @@ def take_turns(shell, room: int) -> None:
     def begin(info):
         nonlocal has_measured
         code = sys.modules.get("labbook.code")  # before it all is imports
-        if code and any(each.tables for each in code.statements(info.raw_cell)):
+        if code and any(statement.tables for statement in code.statements(info.raw_cell)):
             has_measured = True
-            fcntl.flock(room, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         elif no_gpu or (code and not has_measured):
-            fcntl.flock(room, fcntl.LOCK_SH)
+            fcntl.flock(lock, fcntl.LOCK_SH)
 
     def end(result):
         if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # another may measure memory
-        fcntl.flock(room, fcntl.LOCK_UN)
+        fcntl.flock(lock, fcntl.LOCK_UN)
 
     shell.events.register("pre_run_cell", begin)
     shell.events.register("post_run_cell", end)

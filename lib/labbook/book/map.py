@@ -128,11 +128,11 @@ def map_table(entries: dict[str, Entry]) -> str:
         if chapter := chapters.get(int(name[:2])):
             lines.append(f"| **{chapter}** | | | | |")
         edition = "both" if len(entry.editions) > 1 else "".join(entry.editions)
-        asked = main_question(entry.question)
+        question = main_question(entry.question)
         before = ", ".join(links[number] for number in entry.read_before if number in links)
         minutes = ", ".join(entry.minutes)
         title = f"[{entry.title}]({name}.ipynb)"
-        lines.append(f"| {title} | {edition} | {asked} | {before} | {minutes} |")
+        lines.append(f"| {title} | {edition} | {question} | {before} | {minutes} |")
     return "\n".join(lines)
 
 

@@ -168,9 +168,9 @@ def parameter_errors(
     values = {name: parameter.default for name, parameter in known.items()} | settings
     for name in values:
         rule = rules.get(name, {})
-        read = {name}.union(map(str, rule.values()))
+        reads = {name}.union(map(str, rule.values()))
         # Other defaults may be wrong here: a size of another edition.
-        if settings.keys() & read:
+        if settings.keys() & reads:
             errors.append(_value_error(name, rule, values))
     return list(filter(None, errors))
 
@@ -234,7 +234,7 @@ def _other_number(number, rule, values):
         return "a power of two"
     divisor = rule.get("multiple_of", 0)
     divisors = _items(values.get(divisor, divisor))
-    if any(number % each for each in divisors if each > 0):
+    if any(number % part for part in divisors if part > 0):
         return f"a multiple of {divisor}"
     return ""
 

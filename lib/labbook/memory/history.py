@@ -180,9 +180,9 @@ def _pairs(changes, alive):
     changes = sorted(changes, key=itemgetter(0))
     # What was there before: never mentioned, or mentioned first when it is freed.
     older = alive | {address: -size for _, address, size, _ in reversed(changes)}
-    before = [(-np.inf, address, size, "") for address, size in older.items() if size > 0]
+    earlier = [(-np.inf, address, size, "") for address, size in older.items() if size > 0]
     events = pd.DataFrame(
-        before + changes,
+        earlier + changes,
         columns=["start_us", "address", "size_bytes", "code"],
     )
     events["end_us"] = events.groupby("address").start_us.shift(-1, fill_value=np.inf)

@@ -1,6 +1,6 @@
 """Who worked when in a step: a lane for computing, one for communicating, and how far one hides the other.
 
-Communication is *exposed* while it runs and nothing is computed: that is what it adds to the step. The rest
+Communication is *exposed* while it runs and nothing is computing: that is what it adds to the step. The rest
 is hidden behind computing, and free. A communication kernel also runs while it waits for its peer.
 """
 
@@ -54,11 +54,15 @@ def step_lanes(profile: Profile) -> pd.DataFrame:
 
 def exposed(lanes: pd.DataFrame) -> pd.DataFrame:
     """The stretches with communication and no computing: start_ms and end_ms."""
-    sent = covered(lanes[lanes.lane == "communication"])
-    computed = covered(lanes[lanes.lane == "compute"])
+    communication = covered(lanes[lanes.lane == "communication"])
+    computing = covered(lanes[lanes.lane == "compute"])
     # Each stretch of communication within each stretch without computing, if they meet.
-    start_ms = np.maximum.outer(sent.start_ms.to_numpy(), np.append(-np.inf, computed.end_ms))
-    end_ms = np.minimum.outer(sent.end_ms.to_numpy(), np.append(computed.start_ms, np.inf))
+    start_ms = np.maximum.outer(
+        communication.start_ms.to_numpy(), np.append(-np.inf, computing.end_ms)
+    )
+    end_ms = np.minimum.outer(
+        communication.end_ms.to_numpy(), np.append(computing.start_ms, np.inf)
+    )
     meet = start_ms < end_ms
     return covered(pd.DataFrame({"start_ms": start_ms[meet], "end_ms": end_ms[meet]}))
 
@@ -70,13 +74,13 @@ def overlap_values(lanes: pd.DataFrame) -> dict[str, float | None]:
     are also the moments between two kernels of backward, in which nobody could have computed. The tail is
     None where nothing is communicated, or the step has no backward.
     """
-    sent = lanes[lanes.lane == "communication"]
+    communication = lanes[lanes.lane == "communication"]
     backward = lanes[(lanes.lane == "compute") & (lanes.range == "backward")]
-    communication_ms = covered_ms(sent)
+    communication_ms = covered_ms(communication)
     exposed_ms = covered_ms(exposed(lanes))
     tail_ms = None
-    if len(sent) and len(backward):
-        tail_ms = float(max(0, sent.end_ms.max() - backward.end_ms.max()))
+    if len(communication) and len(backward):
+        tail_ms = float(max(0, communication.end_ms.max() - backward.end_ms.max()))
     return {
         "profiled_communication_ms": communication_ms,
         "profiled_exposed_ms": exposed_ms,

@@ -53,8 +53,10 @@ def short_name(name: str) -> str:
     # Memcpy HtoD (Pageable -> Device)
     if short := re.match(r"Mem\w+( \w+)?|aten::.*", plain):
         return short[0]
-    cutlass = re.search(r"cutlass::Kernel2?<\s*(?:\w+::)*(\w+)", plain)
-    base = cutlass[1] if cutlass else re.match(r"[^<(]*", plain)[0].split("::")[-1].strip() or plain
+    base = re.match(r"[^<(]*", plain)[0].split("::")[-1].strip() or plain
+    # All of CUTLASS's are one kernel; what it runs is its argument.
+    if cutlass := re.search(r"cutlass::Kernel2?<\s*(?:\w+::)*(\w+)", plain):
+        base = cutlass[1]
     base = re.sub(r"_warpsize\w*?(_split_k)?_kernel__5x_cublas$", r"\1", base)
     if not _TEMPLATES.search(base):
         return base

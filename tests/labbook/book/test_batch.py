@@ -204,8 +204,8 @@ def test_who_measures_waits_for_who_runs_a_cell_and_others_for_it(tmp_path, monk
     one, two = {}, {}
     for hooks in (one, two):
         events = SimpleNamespace(register=hooks.__setitem__)
-        room = os.open(tmp_path / "room", os.O_CREAT | os.O_RDWR)
-        kernel.take_turns(SimpleNamespace(events=events), room)
+        lock = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
+        kernel.take_turns(SimpleNamespace(events=events), lock)
     measure = "page.measure('times', cases, setup)"
     step, measuring = begin(one, "x = 1"), begin(two, measure)
     assert (step.is_alive(), measuring.is_alive()) == (False, True)
