@@ -35,16 +35,18 @@ _DOCUMENTED = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _OPTIONAL = re.compile(r"\w+=(\[\]|Load\(\))|, ")
 
 
-def of_notebook(path: Path) -> dict[str, str]:
+def of_notebook(path: Path, table: str = "") -> dict[str, str]:
     """The hashes of all that the rows of a notebook depend on: files, and its cells that save rows.
 
     Of a notebook that saves none: of all that it executes in the packages that have measured rooms.
+    table: of the cells that name this table alone, which may be none.
     """
     cells, parameters = code_cells(path)
     hashes = {}
-    for place in range(len(cells)):
-        hashes |= of_cells(cells[: place + 1], parameters)
-    if hashes:
+    for place, source in enumerate(cells):
+        if not table or any(table in code.tables for code in statements(source)):
+            hashes |= of_cells(cells[: place + 1], parameters)
+    if hashes or table:
         return hashes
     executed = _statements(cells)
     packages = [room.partition(".")[0] for room in project().measured]

@@ -1,5 +1,6 @@
 """Rows on record: which are of today's code, and which cases they spare."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -12,7 +13,10 @@ from labbook.runs import Record, load_run
 
 
 class Measurement(NamedTuple):
-    """The rows of a table that one run measured. changed: what of the run's code is not today's."""
+    """The rows of a table that one run measured.
+
+    run: its code is the part that concerns the table. changed: what of that is not today's.
+    """
 
     machine: str
     table: str
@@ -23,11 +27,21 @@ class Measurement(NamedTuple):
 
 def measurements(slug: str, machines: Iterable[str]) -> Iterator[Measurement]:
     """What runs measured for a problem on some machines."""
-    now = code.of_notebook(code.notebook_of(slug))
+    path = code.notebook_of(slug)
+    whole = code.of_notebook(path)
     for machine in machines:
         for (table, name), row_count in run_counts(slug, machine).items():
             run = load_run(machine, name)
-            yield Measurement(machine, table, row_count, run, code.changed(run.code, now))
+            now = code.of_notebook(path, table)
+            # No cell names a table whose rows come with another's: all of the run's code counts.
+            run.code = _part(run.code, table, now) or run.code
+            yield Measurement(machine, table, row_count, run, code.changed(run.code, now or whole))
+
+
+def _part(before, table, now):
+    """Of a run's code the cells that saved a table, and what they need now."""
+    cell = rf"the cell that saves .*\b{table}\b"
+    return {name: before[name] for name in before if name in now or re.match(cell, name)}
 
 
 def measured(rows: pd.DataFrame, keys: Iterable[str], steps: int) -> Callable:
