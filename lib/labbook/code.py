@@ -44,7 +44,7 @@ def of_notebook(path: Path, table: str = "") -> dict[str, str]:
     cells, parameters = code_cells(path)
     hashes = {}
     for place, source in enumerate(cells):
-        if not table or any(table in code.tables for code in statements(source)):
+        if not table or any(table in each.tables for each in statements(source)):
             hashes |= of_cells(cells[: place + 1], parameters)
     if hashes or table:
         return hashes

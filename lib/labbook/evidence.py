@@ -1,6 +1,5 @@
 """Rows on record: which are of today's code, and which cases they spare."""
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -28,20 +27,19 @@ class Measurement(NamedTuple):
 def measurements(slug: str, machines: Iterable[str]) -> Iterator[Measurement]:
     """What runs measured for a problem on some machines."""
     path = code.notebook_of(slug)
-    whole = code.of_notebook(path)
     for machine in machines:
         for (table, name), row_count in run_counts(slug, machine).items():
             run = load_run(machine, name)
             now = code.of_notebook(path, table)
             # No cell names a table whose rows come with another's: all of the run's code counts.
             run.code = _part(run.code, table, now) or run.code
-            yield Measurement(machine, table, row_count, run, code.changed(run.code, now or whole))
+            now = now or code.of_notebook(path)
+            yield Measurement(machine, table, row_count, run, code.changed(run.code, now))
 
 
 def _part(before, table, now):
     """Of a run's code the cells that saved a table, and what they need now."""
-    cell = rf"the cell that saves .*\b{table}\b"
-    return {name: before[name] for name in before if name in now or re.match(cell, name)}
+    return {name: before[name] for name in before if name in now or f" {table}" in name}
 
 
 def measured(rows: pd.DataFrame, keys: Iterable[str], steps: int) -> Callable:

@@ -19,6 +19,7 @@ COURSE = {
     "lessons/shows.py": "def show(rows):\n    return rows\n",
 }
 CELL = "from lessons.sums import total\npage.save([{'size': 1, 'total': total(1)}], 'totals')"
+OTHER = "from lessons.shows import show\npage.save(show([]), 'another')"
 FRESH = "all committed rows are of today's code\n"
 
 
@@ -31,7 +32,7 @@ def course(tmp_path, monkeypatch, write_notebook):
     for name, text in COURSE.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    write_notebook(tmp_path / "notebooks" / "01_sums.ipynb", CELL, parameters="n = 1")
+    write_notebook(tmp_path / "notebooks" / "01_sums.ipynb", CELL, OTHER, parameters="n = 1")
     forget()
     save(1)
     yield tmp_path
@@ -103,6 +104,6 @@ def test_a_release_names_each_measured_file_by_its_hash(course):
     assert main(["release", "v1.0", "5c0b28ae"]) == 0
     first, *lines = (course / "RELEASE").read_text().splitlines()
     assert first == f"v1.0 5c0b28ae, {now()[:10]}"
-    hashes = code.of_notebook(code.notebook_of("sums"))
+    hashes = code.of_notebook(code.notebook_of("sums"), "totals")
     assert {"lessons/sums.py", "labbook.timing"} < set(hashes)
     assert sorted(lines) == sorted(f"{digest} {name}" for name, digest in hashes.items())

@@ -13,7 +13,7 @@ from cs336_systems.accounting.collective_costs import (
     MB, bus_factor, fit_alpha_beta, fit_collective, reference_link,
 )  # fmt: skip
 from cs336_systems.accounting.data_sheets import hardware, machines
-from cs336_systems.accounting.element_counts import DTYPE_BYTES, Counts
+from cs336_systems.accounting.element_counts import Counts, dtype_bytes
 from cs336_systems.accounting.flops import (
     flops_breakdown, forward_flops, parameter_breakdown,
     parameter_count, roofline_seconds, utilisation,

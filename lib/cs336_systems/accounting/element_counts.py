@@ -2,10 +2,9 @@
 
 from cs336_systems.arguments import check_positive_integers
 from cs336_systems.configs import ModelConfig
-from cs336_systems.dtypes import DTYPES, torch_dtype
+from cs336_systems.dtypes import torch_dtype
 
-DTYPE_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
-FLOAT32_BYTES = DTYPE_BYTES["float32"]
+FLOAT32_BYTES = 4
 
 
 def dtype_bytes(dtype: str) -> int:
