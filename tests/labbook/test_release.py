@@ -70,7 +70,6 @@ def test_rows_are_old_where_measured_code_has_changed_and_not_where_words_have(c
     assert check(capsys) == (0, FRESH)
     edit("lessons/sums.py", "def total", "# A comment.\ndef total")
     edit("lessons/shows.py", "return rows", "return list(rows)")
-    edit("notebooks/01_sums.ipynb", "from lessons", "# A comment.\\nfrom lessons")
     assert check(capsys) == (0, FRESH)
     edit("lessons/sums.py", "range(size)", "range(size + 1)")
     line = "01_sums: totals of box, 1 rows; changed since: sums.py\n"
@@ -86,9 +85,8 @@ def test_rows_without_code_on_record_are_old(course, capsys):
 
 
 def test_pages_say_what_has_changed_since_the_release(course, capsys):
-    begin = "measured on box; "
     assert provenance("sums", ["another"]) == ("", [])
-    assert provenance("sums", ["box"]) == (f"{begin}no measured files have changed since", [])
+    assert provenance("sums", ["box"])[0] == "measured on box; no measured files have changed since"
     save(2, "another")
     save(3)
     assert main(["release", "v1.0"]) == 0
