@@ -24,14 +24,7 @@ from labbook import code
 from labbook.bench import grid
 from labbook.book import notebooks
 from labbook.book.execution import Outcome, execute
-from labbook.book.notebooks import (
-    BatchError,
-    convert,
-    load_notebooks,
-    parameter_errors,
-    resolve,
-    unknown,
-)
+from labbook.book.notebooks import BatchError, convert, parameter_errors, resolve, unknown
 from labbook.files import figures_dir, make_folder, read_record, write_record
 from labbook.machine import versions
 from labbook.project import project
@@ -78,41 +71,43 @@ def jobs(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
     overrides: "name=value", for every notebook that has the parameter.
     Raises BatchError: a line for each unknown notebook or parameter and wrong value, naming what is allowed.
     """
-    parameters = load_notebooks()
-    # Numbers as text, to be read as those of the command line are.
-    profiles = notebooks.read_yaml("batch.yaml", yaml.BaseLoader)
-    entries = list(_entries(profile, profiles, parameters))
-    if only:
-        # Who names parameters, too, asks for one run of each.
-        entries = _entries_of(resolve(only, parameters), [] if overrides else entries)
+    by_notebook = notebooks.load_notebooks()
+    entries = _chosen(profile, only, overrides, by_notebook)
     overriding = dict(override.partition("=")[::2] for override in overrides)
-    settable = {parameter for name, _ in entries for parameter in parameters[name]}
+    settable = {parameter for name, _ in entries for parameter in by_notebook[name]}
     for name in overriding.keys() - settable:
         raise BatchError(f"-p {name}: {unknown('parameter', name, sorted(settable))}")
     by_name = {}  # an entry may be there twice
     errors = []
     for name, texts in entries:
-        known = parameters[name]
-        texts |= {key: text for key, text in overriding.items() if key in known}
+        parameters = by_notebook[name]
+        texts |= {key: text for key, text in overriding.items() if key in parameters}
         values = {
-            key: convert(known[key].default, text) if key in known else text
+            key: convert(parameters[key].default, text) if key in parameters else text
             for key, text in texts.items()
         }
         job = Job(notebooks.folder() / f"{name}.ipynb", values)
         by_name[job.name] = job
-        errors += [f"{name}: {error}" for error in parameter_errors(known, values, name[3:])]
+        errors += [f"{name}: {error}" for error in parameter_errors(parameters, values, name[3:])]
     if errors:
         raise BatchError("\n".join(dict.fromkeys(errors)))
     return list(by_name.values())
 
 
-def _entries_of(names, entries):
-    """The entries of these notebooks; of one that has none, one with its defaults."""
-    kept = [entry for entry in entries if entry[0] in names]
-    return kept + [(name, {}) for name in names if name not in dict(kept)]
+def _chosen(profile, only, overrides, names):
+    """The entries of a profile, or of some notebooks alone; of one that has none, one with its defaults."""
+    # Numbers as text, to be read as those of the command line are.
+    profiles = notebooks.read_yaml("batch.yaml", yaml.BaseLoader)
+    entries = list(_entries(profile, profiles, names))
+    if only:
+        chosen = resolve(only, names)
+        # Who names parameters, too, asks for one run of each.
+        entries = [] if overrides else [entry for entry in entries if entry[0] in chosen]
+        entries += [(name, {}) for name in chosen if name not in dict(entries)]
+    return entries
 
 
-def _entries(profile, profiles, known):
+def _entries(profile, profiles, names):
     """A notebook and parameters as text for each point of each grid of a profile, included ones too."""
     if profile not in profiles:
         raise BatchError(unknown("profile", profile, profiles))
@@ -120,9 +115,9 @@ def _entries(profile, profiles, known):
     for entry in profiles[profile]:
         match entry:
             case {"profile": str(other)}:
-                yield from _entries(other, others, known)
+                yield from _entries(other, others, names)
             case {"notebook": str(name)} if entry.keys() <= {"notebook", "parameters", "grid"}:
-                (notebook,) = resolve([name], known)
+                (notebook,) = resolve([name], names)
                 for point in grid(**entry.get("grid", {})):  # one empty point without a grid
                     yield notebook, entry.get("parameters", {}) | point
             case _:
@@ -214,8 +209,13 @@ def _execute(job, folder):
         outcome = Outcome("skipped", reason)
     else:
         outcome = execute(job.notebook, folder / f"{job.name}.ipynb", job.parameters)
-    rows = _row_count(job, folder)
-    outcome = replace(outcome, notebook=name, parameters=job.line(), code=code_before, rows=rows)
+    outcome = replace(
+        outcome,
+        notebook=name,
+        parameters=job.line(),
+        code=code_before,
+        rows=_row_count(job, folder),
+    )
     write_record(folder / f"{job.name}.json", outcome)
     return outcome
 

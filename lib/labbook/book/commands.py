@@ -96,8 +96,8 @@ def _run(options):
 
 def _print_plan(jobs, at_once):
     seconds = [batch.estimated_s(job, at_once) for job in jobs]
-    for job, of_job in zip(jobs, seconds, strict=True):
-        print(f"{of_job:6.0f} s  {job.notebook.stem} {job.line()}".replace("nan", "  ?"))
+    for job, job_s in zip(jobs, seconds, strict=True):
+        print(f"{job_s:6.0f} s  {job.notebook.stem} {job.line()}".replace("nan", "  ?"))
     print(f"{np.nansum(seconds):6.0f} s  for those that are known")
 
 
@@ -200,8 +200,8 @@ def _release_check(options):
 
 def _paths(words):
     """The notebooks that are meant, or all; those come last that show what the others found."""
-    known = notebooks.load_notebooks()
-    names = sorted(notebooks.resolve(words, known) or known, key=notebooks.is_last)
+    all_names = notebooks.load_notebooks()
+    names = sorted(notebooks.resolve(words, all_names) or all_names, key=notebooks.is_last)
     return [notebooks.folder() / f"{name}.ipynb" for name in names]
 
 

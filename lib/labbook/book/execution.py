@@ -99,9 +99,9 @@ def _reason(source, output, parameters):
         return f"cell [{error.exec_count}]: {error.ename}: {error.evalue}"
     except Exception as error:  # DeadKernelError: Kernel died, and others
         return f"{type(error).__name__}: {error}"
-    outputs = [each for cell in notebook.cells for each in cell.get("outputs", ())]
+    results = [result for cell in notebook.cells for result in cell.get("outputs", ())]
     # papermill takes sys.exit(0) for success.
-    if any(each.get("ename") == "SystemExit" for each in outputs):
+    if any(result.get("ename") == "SystemExit" for result in results):
         return "it ended before its last line: sys.exit(0)?"
     return ""
 

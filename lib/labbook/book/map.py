@@ -131,8 +131,9 @@ def map_table(entries: dict[str, Entry]) -> str:
         question = main_question(entry.question)
         before = ", ".join(links[number] for number in entry.read_before if number in links)
         minutes = ", ".join(entry.minutes)
-        title = f"[{entry.title}]({name}.ipynb)"
-        lines.append(f"| {title} | {edition} | {question} | {before} | {minutes} |")
+        lines.append(
+            f"| [{entry.title}]({name}.ipynb) | {edition} | {question} | {before} | {minutes} |"
+        )
     return "\n".join(lines)
 
 

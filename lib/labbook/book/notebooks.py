@@ -143,14 +143,14 @@ def check_parameters(slug: str, values: Mapping) -> None:
 
     Raises BatchError: a line for each wrong value, naming what is allowed.
     """
-    known = read_parameters(read(notebook_of(slug)))
-    settings = {name: values[name] for name in known if name in values}
-    if errors := parameter_errors(known, settings, slug):
+    parameters = read_parameters(read(notebook_of(slug)))
+    settings = {name: values[name] for name in parameters if name in values}
+    if errors := parameter_errors(parameters, settings, slug):
         raise BatchError("\n".join(errors))
 
 
 def parameter_errors(
-    known: Mapping[str, Parameter], settings: Mapping, slug: str = ""
+    parameters: Mapping[str, Parameter], settings: Mapping, slug: str = ""
 ) -> list[str]:
     """A sentence for each setting whose parameter is unknown, or whose value cannot be right.
 
@@ -158,14 +158,14 @@ def parameter_errors(
     """
     errors = []
     for name, value in settings.items():
-        if name not in known:
-            errors.append(unknown("parameter", name, known))
-        elif allowed := _other_type(value, known[name].default):
+        if name not in parameters:
+            errors.append(unknown("parameter", name, parameters))
+        elif allowed := _other_type(value, parameters[name].default):
             errors.append(f"{name} is {value!r}; allowed: {allowed}")
     if errors:
         return errors
     rules = rules_of(slug)
-    values = {name: parameter.default for name, parameter in known.items()} | settings
+    values = {name: parameter.default for name, parameter in parameters.items()} | settings
     for name in values:
         rule = rules.get(name, {})
         reads = {name}.union(map(str, rule.values()))

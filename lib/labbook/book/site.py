@@ -177,9 +177,9 @@ def _gallery(pages):
 
 def _run_sphinx(source, built, trees):
     command = [sys.executable, "-m", "sphinx", "-q", "-j", "auto", "-d", trees, source, built]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise notebooks.BatchError(f"Sphinx could not build the site: {done.stderr[-500:]}")
+    completed = subprocess.run(command, capture_output=True, text=True)
+    if completed.returncode:
+        raise notebooks.BatchError(f"Sphinx could not build the site: {completed.stderr[-500:]}")
 
 
 def _write_page(path, source, names, is_run):

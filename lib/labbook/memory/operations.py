@@ -97,7 +97,7 @@ def tensors_of_python() -> list[Tensor]:
     gc.collect()
     # Neither a DTensor nor what torch.compile traces with.
     kinds = (Tensor, nn.Parameter)
-    return [each for each in gc.get_objects() if type(each) in kinds and not each.is_meta]
+    return [value for value in gc.get_objects() if type(value) in kinds and not value.is_meta]
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -209,8 +209,7 @@ def operations_of(function: Callable) -> list[Operation]:
             bytes_moved = _bytes_moved(name, operation._schema, args, kwargs, result)
             if bytes_moved is not None:
                 # That of addmm is addmm_'s, too.
-                counted = getattr(torch.ops.aten, name.removesuffix("_"), packet)
-                formula = flop_registry.get(counted)
+                formula = flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_"), packet))
                 flops = formula(*args, **kwargs, out_val=result) if formula else 0
                 operations.append(Operation(name, flops, bytes_moved))
             return result
@@ -228,7 +227,11 @@ def _bytes_moved(name, schema, args, kwargs, result):
     unread = {argument.name for argument in declared if argument.is_out}
     if _IGNORES_SELF.fullmatch(name):
         unread.add("self")
-    changed = {each.name for each in declared if each.alias_info and each.alias_info.is_write}
+    changed = {
+        argument.name
+        for argument in declared
+        if argument.alias_info and argument.alias_info.is_write
+    }
     # Fused optimizers write gradients only to scale them.
     if values.get("grad_scale") is None:
         changed.discard("grads")

@@ -32,10 +32,12 @@ def gather_times(
     for pass_, names in units.items():
         is_backward = pass_ == "backward"
         messages = gathers[(gathers.launch_ns >= backward_ns) == is_backward]
-        reached = marks[(marks >= backward_ns) == is_backward]
+        pass_marks = marks[(marks >= backward_ns) == is_backward]
         messages = messages.assign(unit=units_of(len(messages), list(names)))
         for name, calls in messages.groupby("unit", sort=False):
-            needed_ns = could_begin(computed.launch_ns, computed.end_ns, reached[f"needs {name}"])
+            needed_ns = could_begin(
+                computed.launch_ns, computed.end_ns, pass_marks[f"needs {name}"]
+            )
             rows.append(
                 {
                     "pass": pass_,
@@ -55,10 +57,10 @@ def units_of(messages: int, units: Sequence[str]) -> list[str]:
     Raises ValueError: that does not come out even.
     """
     is_block = np.array([unit.startswith("layers.") for unit in units])
-    of_each, left = divmod(messages - sum(~is_block), max(sum(is_block), 1))
-    if left or of_each < 1:
+    per_block, remainder = divmod(messages - sum(~is_block), max(sum(is_block), 1))
+    if remainder or per_block < 1:
         raise ValueError(f"{messages} all-gathers are not those of {', '.join(units)}")
-    return np.repeat(units, np.where(is_block, of_each, 1)).tolist()
+    return np.repeat(units, np.where(is_block, per_block, 1)).tolist()
 
 
 def _of_busiest_stream(kernels):

@@ -39,12 +39,12 @@ def record_report(command: list[str], stem: Path) -> Path:
         raise ProfileError(f"{reason}, or take torch.profiler as the source")
     export = stem.with_suffix(".sqlite")
     # Whatever the exit code: files tell whether it worked, and a program that failed has a report, too.
-    done = subprocess.run(
+    completed = subprocess.run(
         _PROFILE.split() + [f"--output={stem}"] + command,
         capture_output=True,
         errors="replace",
     )
-    log = done.stdout + done.stderr
+    log = completed.stdout + completed.stderr
     if not export.exists() or "Traceback (most recent call last)" in log:
         raise ProfileError(f"{command} failed under nsys: {' '.join(log.split())[-400:]}")
     return export

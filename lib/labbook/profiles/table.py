@@ -46,15 +46,15 @@ class Profile:
         """From `complete` events; raises ProfileError where there are no kernels or no ranges among them."""
         self.ranges = events[events.kind == "range"].reset_index(drop=True)
         self.calls = events[events.kind == "call"].reset_index(drop=True)
-        ran = events[~events.kind.isin(["range", "call"])]
-        if ran.kind.isin(["memcpy", "memset"]).all():
+        activities = events[~events.kind.isin(["range", "call"])]
+        if activities.kind.isin(["memcpy", "memset"]).all():
             raise ProfileError("the profile has no kernel in it; did it capture any computing?")
         if self.ranges.empty:
             raise ProfileError(
                 "the profile has no ranges in it; run the code under nvtx.recording(), and nsys with "
                 "--trace=cuda,nvtx"
             )
-        kernels = _with_launches(ran, self.calls)
+        kernels = _with_launches(activities, self.calls)
         self.ranges["range"], kernels["range"] = range_paths(self.ranges, kernels)
         classes = kernels.name.map(kernel_class)
         is_ordinary = classes.isin(["elementwise", "reduction", "copy/cast"])
@@ -63,7 +63,7 @@ class Profile:
         self.kernels = kernels.assign(kernel=kernels.name.map(short_name))
 
 
-def _with_launches(ran, calls):
+def _with_launches(activities, calls):
     """What ran, with launch_ns and thread of the call that launched it.
 
     That is the call of its process that carries its correlation; of several, one inside the other or long
@@ -72,10 +72,10 @@ def _with_launches(ran, calls):
     launches = calls.dropna(subset="correlation").sort_values("start_ns", kind="stable")
     launches = launches[["start_ns", "process", "correlation", "thread"]]
     launches["launch_ns"] = launches.start_ns.astype("Int64")
-    ran = ran.drop(columns="thread").sort_values("start_ns", kind="stable")
-    ran = pd.merge_asof(ran, launches, on="start_ns", by=["process", "correlation"])
-    launch_ns = ran.launch_ns.fillna(ran.start_ns)
-    return ran.assign(launch_ns=launch_ns.astype("int64"))
+    activities = activities.drop(columns="thread").sort_values("start_ns", kind="stable")
+    activities = pd.merge_asof(activities, launches, on="start_ns", by=["process", "correlation"])
+    launch_ns = activities.launch_ns.fillna(activities.start_ns)
+    return activities.assign(launch_ns=launch_ns.astype("int64"))
 
 
 def complete(events: pd.DataFrame, source: str) -> pd.DataFrame:
@@ -183,14 +183,14 @@ def range_table(profile: Profile) -> pd.DataFrame:
     """
     _, ranges, kernels = _inside(profile, STEP)
     rows = []
-    for opened in ranges[ranges.range.str.count("/") <= 1].itertuples():
-        own = _since(kernels, opened, "launch_ns")
+    for span in ranges[ranges.range.str.count("/") <= 1].itertuples():
+        launched = _since(kernels, span, "launch_ns")
         rows.append(
             {
-                "range": opened.range,
-                "host_ms": (opened.end_ns - opened.start_ns) * MS,
-                "device_busy_ms": covered_ms(own),
-                "calls": len(own),
+                "range": span.range,
+                "host_ms": (span.end_ns - span.start_ns) * MS,
+                "device_busy_ms": covered_ms(launched),
+                "calls": len(launched),
             }
         )
     return pd.DataFrame(rows).groupby("range", sort=False).mean().reset_index()
