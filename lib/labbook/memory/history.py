@@ -260,11 +260,10 @@ def timeline_of_rows(rows: pd.DataFrame) -> pd.DataFrame:
 
 def stage_peaks(history: MemoryHistory) -> pd.DataFrame:
     """For each stage the moment of its largest total: at_ms, stage, a column per category (MiB), total."""
-    stages = history.stages
     changes = _changes(history)
     # A stage may change nothing; it holds what there is when it begins.
-    moments = changes.index.union(stages.start_us)
-    held = _held(changes.reindex(moments, fill_value=0), stages)
+    moments = changes.index.union(history.stages.start_us)
+    held = _held(changes.reindex(moments, fill_value=0), history.stages)
     held["total"] = held[CATEGORIES].sum(axis=1)
     of_stages = held[held.stage != ""].groupby("stage", sort=False)
     return held.loc[of_stages.total.idxmax()].reset_index(drop=True)
