@@ -232,6 +232,7 @@ def reason_to_run(job: Job, folder: Path) -> str:
     if _row_count(job, folder) < outcome.rows:
         return "rows of it are gone"
     now = _code(job)
+    # What there was nothing of then has changed, too.
     names = ", ".join(code.changed(dict.fromkeys(now, "") | outcome.code, now))
     return f"{shorten(names, 80, placeholder=' ...')} changed since" if names else ""
 

@@ -20,9 +20,6 @@ from labbook.book.tidy import HEADLINE, IN_SHORT
 MARKS = ("*Handout problem", "**The question.**", "*Read before:*", "*Time:*")
 # Of an answer: its name and its list of claims.
 _AROUND = r"^\*\*\(.*?\)\*\* |\s*<details>.*"
-# Of a picture: enough to read it, and all of them stay below 1 MB together.
-_WIDTH = 800
-_COLORS = 64
 _SHOWN_WIDTH = 600  # pixels on the page
 
 
@@ -58,7 +55,7 @@ def read_entry(name: str, notebook: NotebookNode) -> Entry:
     title = re.search("^# (.+)", "\n".join(cell.source for cell in notebook.cells), re.MULTILINE)
     if not title:
         raise ValueError(f"{name} has no first cell '# {name[:2]} · a title', and so is no chapter")
-    handout, question, before, time = first_cell(notebook).values()
+    handout, question, before, time = first_cell(notebook).values()  # as MARKS has them
     editions = re.findall(r"\b20\d\d\b", handout)
     read_before = re.findall(r"\b\d\d\b", re.sub(r"\(.*?\)", "", before))
     minutes = re.findall(r"\d+", time.replace("an hour", "60 minutes"))
@@ -159,12 +156,12 @@ def show_headline(entry: Entry) -> None:
 
 
 def _small(picture):
-    """The PNG with fewer pixels and colours."""
+    """The PNG with fewer pixels and colours: enough to read it, and all stay below 1 MB together."""
     png = base64.b64decode(picture.data["image/png"])
     image = Image.open(io.BytesIO(png)).convert("RGB")
-    image.thumbnail((_WIDTH, image.height), Image.Resampling.LANCZOS, reducing_gap=None)
+    image.thumbnail((800, image.height), Image.Resampling.LANCZOS, reducing_gap=None)
     # Of Pillow's ways the one that keeps the colour of a thin line; the others give two lines one colour.
-    image = image.quantize(_COLORS, Image.Quantize.MAXCOVERAGE, kmeans=1, dither=0)
+    image = image.quantize(64, Image.Quantize.MAXCOVERAGE, kmeans=1, dither=0)
     buffer = io.BytesIO()
     image.save(buffer, "png", optimize=True)
     return buffer.getvalue()

@@ -134,6 +134,7 @@ def saved_for_backward(module: nn.Module, *inputs) -> pd.DataFrame:
         address = storage._cdata  # unlike data_ptr() also of meta tensors
         if address not in owned and address not in rows:
             path, code = _running_module(paths)
+            # In a Function of ours none of PyTorch's is running: the line names it.
             operation = running[-1] if running else code.partition(": ")[0].rpartition(" ")[2]
             rows[address] = (path, operation, code, storage.nbytes())
         return tensor.detach()  # as in `saved_bytes`

@@ -52,9 +52,7 @@ def record_report(command: list[str], stem: Path) -> Path:
 
 _STRING = "(SELECT value FROM StringIds WHERE id = {})".format
 _COPY = "CASE copyKind WHEN 1 THEN 'HtoD' WHEN 2 THEN 'DtoH' WHEN 8 THEN 'DtoD' WHEN 10 THEN 'PtoP'"
-_RANGES = (
-    "NVTX_EVENTS WHERE eventType IN (59, 60) AND coalesce(domainId, 0) = 0 AND start IS NOT NULL"
-)
+_RANGES = "NVTX_EVENTS WHERE eventType IN (59, 60) AND coalesce(domainId, 0) = 0 AND start NOTNULL"
 _CALL = ("globalTid", "-1", "correlationId")
 _ACTIVITY = ("globalPid", "streamId", "correlationId")
 # By its table: kind, name, and thread, stream and correlation of an event. Ranges are push-pop and start-end,
@@ -67,12 +65,6 @@ _TABLES = {
     "CUPTI_ACTIVITY_KIND_MEMSET": ("memset", "'Memset'", _ACTIVITY),
     "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": ("graph", "'CUDA graph'", _ACTIVITY),
 }
-# A range that is still open ends with the last call, or where it began after that, at once.
-_EVENTS = """
-SELECT '{1}' AS kind, {2} AS name, {3} >> 24 << 24 AS process, {3} AS thread, {4} AS stream,
-       {5} AS correlation, start AS start_ns,
-       coalesce(end, CASE '{1}' WHEN 'range' THEN
-           max(start, (SELECT max(end) FROM CUPTI_ACTIVITY_KIND_RUNTIME)) END) AS end_ns FROM {0}"""
 
 
 def read_export(path: Path) -> Profile:
@@ -101,11 +93,23 @@ def _events(export, source):
             "and export all tables"
         )
     selects = [
-        _EVENTS.format(table, kind, name, *columns)
+        _select(table, kind, name, *columns)
         for table, (kind, name, columns) in _TABLES.items()
         if table.split()[0] in names
     ]
-    return pd.read_sql_query(" UNION ALL ".join(selects) + " ORDER BY start_ns", export)
+    return pd.read_sql_query(f"{' UNION ALL '.join(selects)} ORDER BY start_ns", export)
+
+
+def _select(table, kind, name, thread, stream, correlation):
+    """The query for the events of a table.
+
+    A range that is still open ends with the last call, or where it began after that, at once.
+    """
+    return f"""
+SELECT '{kind}' AS kind, {name} AS name, {thread} >> 24 << 24 AS process, {thread} AS thread,
+       {stream} AS stream, {correlation} AS correlation, start AS start_ns,
+       coalesce(end, CASE '{kind}' WHEN 'range' THEN
+           max(start, (SELECT max(end) FROM CUPTI_ACTIVITY_KIND_RUNTIME)) END) AS end_ns FROM {table}"""
 
 
 _NCU = "ncu --csv --print-units=base --clock-control=none --profile-from-start=off"
