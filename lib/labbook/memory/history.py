@@ -34,7 +34,7 @@ CATEGORIES = [
     "other",
 ]
 
-Owners = Mapping[int, tuple[str, int]]  # address of a storage: its category and its bytes
+Owners = dict[int, tuple[str, int]]  # address of a storage: its category and its bytes
 _TIMES = ["start_ns", "end_ns"]
 
 

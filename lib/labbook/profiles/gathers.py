@@ -30,6 +30,7 @@ def gather_times(
     backward_ns = marks.loc[["backward"]].min()
     rows = []
     for pass_, names in units.items():
+        # Forward is before backward begins.
         is_backward = pass_ == "backward"
         messages = gathers[(gathers.launch_ns >= backward_ns) == is_backward]
         pass_marks = marks[(marks >= backward_ns) == is_backward]
