@@ -35,23 +35,31 @@ _DOCUMENTED = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _OPTIONAL = re.compile(r"\w+=(\[\]|Load\(\))|, ")
 
 
-def of_notebook(path: Path, table: str = "") -> dict[str, str]:
+def of_notebook(path: Path) -> dict[str, str]:
     """The hashes of all that the rows of a notebook depend on: files, and its cells that save rows.
 
     Of a notebook that saves none: of all that it executes in the packages that have measured rooms.
-    table: of the cells that name this table alone, which may be none.
     """
-    cells, parameters = code_cells(path)
-    hashes = {}
-    for place, source in enumerate(cells):
-        if not table or any(table in each.tables for each in statements(source)):
-            hashes |= of_cells(cells[: place + 1], parameters)
-    if hashes or table:
-        return hashes
+    cells, _ = code_cells(path)
     executed = _statements(cells)
+    hashes = {}
+    for table in {table for statement in executed for table in statement.tables}:
+        hashes |= of_table(path, table)
+    if hashes:
+        return hashes
     packages = [room.partition(".")[0] for room in project().measured]
     digest = _digest(*(statement.text for statement in executed))
     return _files(executed, packages) | {"its cells": digest}
+
+
+def of_table(path: Path, table: str) -> dict[str, str]:
+    """The same of one table: of the cells that name it, which may be none."""
+    cells, parameters = code_cells(path)
+    hashes = {}
+    for place, source in enumerate(cells):
+        if any(table in statement.tables for statement in statements(source)):
+            hashes |= of_cells(cells[: place + 1], parameters)
+    return hashes
 
 
 def of_cells(sources: Sequence[str], parameters: Collection[str] = ()) -> dict[str, str]:

@@ -45,8 +45,7 @@ def beside_published(
     # Of a key one may have whole numbers, the other fractions.
     numbers = dict.fromkeys(ours[keys].select_dtypes("number"), float)
     both = theirs.astype(numbers).merge(ours.astype(numbers), on=keys)
-    both = both.dropna(subset=["theirs", "ours"])
+    both = both.dropna(subset=["theirs", "ours"]).eval("ratio = theirs / ours")
     # A gap in a key made floats of its whole numbers.
     both[keys] = both[keys].convert_dtypes()
-    both["ratio"] = both["theirs"] / both["ours"]
     return both[keys + ["theirs", "ours", "ratio", "card"]]

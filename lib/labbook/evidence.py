@@ -14,13 +14,15 @@ from labbook.runs import Record, load_run
 class Measurement(NamedTuple):
     """The rows of a table that one run measured.
 
-    run: its code is the part that concerns the table. changed: what of that is not today's.
+    code: the part of the run's that concerns the table. changed: what of that is not today's.
     """
 
+    notebook: str
     machine: str
     table: str
     row_count: int
     run: Record
+    code: Mapping[str, str]
     changed: list[str]
 
 
@@ -30,16 +32,12 @@ def measurements(slug: str, machines: Iterable[str]) -> Iterator[Measurement]:
     for machine in machines:
         for (table, name), row_count in run_counts(slug, machine).items():
             run = load_run(machine, name)
-            now = code.of_notebook(path, table)
+            now = code.of_table(path, table)
+            part = [name for name in run.code if name in now or f" {table}" in name]
             # No cell names a table whose rows come with another's: all of the run's code counts.
-            run.code = _part(run.code, table, now) or run.code
-            now = now or code.of_notebook(path)
-            yield Measurement(machine, table, row_count, run, code.changed(run.code, now))
-
-
-def _part(before, table, now):
-    """Of a run's code the cells that saved a table, and what they need now."""
-    return {name: before[name] for name in before if name in now or f" {table}" in name}
+            before = {name: run.code[name] for name in part or run.code}
+            changed = code.changed(before, now or code.of_notebook(path))
+            yield Measurement(path.stem, machine, table, row_count, run, before, changed)
 
 
 def measured(rows: pd.DataFrame, keys: Iterable[str], steps: int) -> Callable:

@@ -109,8 +109,8 @@ def _with_header(chart, handles, title, subtitle):
     legend = _legend(chart, handles) if handles else None
     # Inches from the upper edge to the top of each part.
     below_heading = _EDGE + _TITLE_LINE * len(heading.get_text().splitlines())
-    below_subheading = below_heading + 0.06
-    below_subheading += _SUBTITLE_LINE * len(subheading.get_text().splitlines())
+    subheading_lines = subheading.get_text().splitlines()
+    below_subheading = below_heading + 0.06 + _SUBTITLE_LINE * len(subheading_lines)
     height = panels + below_subheading
     if legend:
         height += legend.get_window_extent().height / chart.dpi + 0.04

@@ -293,6 +293,5 @@ def watched_clocks(device: torch.device) -> Iterator[dict[str, float]]:
         text = io.StringIO(watch.communicate()[0])
         samples = pd.read_csv(text, names=["sm_clock_mhz", "power_w", "busy"])
         # A field may be "[N/A]", and the last line may be cut.
-        samples = samples.apply(pd.to_numeric, errors="coerce").dropna()
-        busy = samples.query("busy > 90").drop(columns="busy")
-        medians.update(busy.median().dropna())
+        samples = samples.apply(pd.to_numeric, errors="coerce").dropna().query("busy > 90")
+        medians.update(samples.drop(columns="busy").median().dropna())

@@ -120,7 +120,7 @@ def _legend(colors, column, entry=Patch):
 
 def _visible(colors, shares):
     """The colours of what takes more than a thousandth: less needs no place in a legend."""
-    return {value: color for value, color in colors.items() if shares.get(value, 0) > 1e-3}
+    return {value: color for value, color in colors.items() if shares[value] > 1e-3}
 
 
 def _draw_lines(axes, rows, y, colors, has_band):
@@ -181,9 +181,9 @@ def bars(
         heights = wide[y].reindex(columns=list(colors)).astype(float).fillna(0)
         texts = wide["_text"].reindex(columns=list(colors)).fillna("")
         _draw_groups(axes, heights, colors)
-        style = {"padding": 3, "size": 8.5, "rotation": 90 if is_narrow else 0}
+        rotation = 90 if is_narrow else 0
         for boxes, value in zip(axes.containers, colors, strict=True):
-            axes.bar_label(boxes, texts[value], **style)
+            axes.bar_label(boxes, texts[value], padding=3, size=8.5, rotation=rotation)
         axes.margins(y=0.2 if is_narrow else 0.1)  # room for the labels
     return Drawing(chart, _legend(colors, hue), column_label(x), column_label(y))
 
@@ -284,7 +284,7 @@ def spans(
     frame = frame.query("end_ms > @start and start_ms < @end")
     lanes = ordered(frame[lane], lane)
     colors = palette(frame[color], color)
-    boxes = frame.assign(_length=frame["end_ms"] - frame["start_ms"])
+    boxes = frame.eval("_length = end_ms - start_ms")
     boxes["_place"] = frame[lane].map(lanes.index)
     boxes["_half"] = frame[side].map(ordered(frame[side], side).index) if side else 0
     boxes["_shade"] = frame[color].map(list(colors).index)
@@ -334,10 +334,18 @@ def _write_inside(axes, ends, place, text):
     """Write a text into its box the first way that fits: across, upright, upright on two lines."""
     corners = axes.transData.transform([(ends[0], place + 0.4), (ends[1], place - 0.4)])
     width, height = np.ptp(corners, axis=0)
-    style = {"ha": "center", "va": "center", "path_effects": [_OUTLINE], "zorder": 3}
-    two_lines = text.replace("_", "_\n")
-    for words, size, rotation in ((text, 8.5, 0), (text, 7, 90), (two_lines, 7, 90)):
-        label = axes.text(sum(ends) / 2, place, words, size=size, rotation=rotation, **style)
+    for words, size, rotation in (text, 8.5, 0), (text, 7, 90), (text.replace("_", "_\n"), 7, 90):
+        label = axes.text(
+            sum(ends) / 2,
+            place,
+            words,
+            size=size,
+            rotation=rotation,
+            ha="center",
+            va="center",
+            path_effects=[_OUTLINE],
+            zorder=3,
+        )
         extent = label.get_window_extent()
         if extent.width < width and extent.height < height:
             return

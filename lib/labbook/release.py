@@ -32,7 +32,7 @@ def _origin(measured):
     where = ", ".join(sorted({each.machine for each in measured}))
     if _path().exists():
         name, commit_and_date, hashes = _read()
-        if not any(code.changed(each.run.code, hashes) for each in measured):
+        if not any(code.changed(each.code, hashes) for each in measured):
             return f"measured at {name} ({commit_and_date}, {where})"
     return f"measured on {where}"
 
@@ -40,9 +40,9 @@ def _origin(measured):
 def old_rows() -> list[str]:
     """The committed rows that are not of today's code, and what has changed since, a line a table and run."""
     return [
-        f"{notebook}: {each.table} of {each.machine}, {each.row_count:,} rows; "
+        f"{each.notebook}: {each.table} of {each.machine}, {each.row_count:,} rows; "
         f"changed since: {', '.join(each.changed)}"
-        for notebook, each in _committed()
+        for each in _committed()
         if each.changed
     ]
 
@@ -53,12 +53,12 @@ def write(name: str, commit: str = "") -> None:
     commit: that was measured; by default the one that most of their runs name.
     Raises ValueError: there are no rows.
     """
-    runs = [each.run for _, each in _committed()]
-    commit = commit or mode(run.commit for run in runs)
-    date = max(run.measured_at[-1] for run in runs)[:10]
+    measured = list(_committed())
+    commit = commit or mode(each.run.commit for each in measured)
+    date = max(each.run.measured_at[-1] for each in measured)[:10]
     hashes = {}
-    for run in runs:
-        hashes |= run.code
+    for each in measured:
+        hashes |= each.code
     lines = [f"{name} {commit}, {date}"]
     lines += [f"{digest} {file}" for file, digest in sorted(hashes.items())]
     write_atomically(_path(), "\n".join(lines) + "\n")
@@ -67,8 +67,7 @@ def write(name: str, commit: str = "") -> None:
 def _committed():
     """What runs measured for each notebook on the committed machines."""
     for path in sorted(project().notebooks.glob("[0-9][0-9]_*.ipynb")):
-        for measurement in measurements(path.stem[3:], project().committed):
-            yield path.stem, measurement
+        yield from measurements(path.stem[3:], project().committed)
 
 
 def _path():

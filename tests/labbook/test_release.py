@@ -102,6 +102,6 @@ def test_a_release_names_each_measured_file_by_its_hash(course):
     assert main(["release", "v1.0", "5c0b28ae"]) == 0
     first, *lines = (course / "RELEASE").read_text().splitlines()
     assert first == f"v1.0 5c0b28ae, {now()[:10]}"
-    hashes = code.of_notebook(code.notebook_of("sums"), "totals")
+    hashes = code.of_table(code.notebook_of("sums"), "totals")
     assert {"lessons/sums.py", "labbook.timing"} < set(hashes)
     assert sorted(lines) == sorted(f"{digest} {name}" for name, digest in hashes.items())
