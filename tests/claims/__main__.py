@@ -59,7 +59,8 @@ class Cell:
         for node in ast.walk(ast.parse(source)):  # frame["share"] = ...
             if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
                 self.makes |= {getattr(node.value, "id", "")}
-        self.reads = reads(source)
+        # Page(..., globals()) reads the parameters.
+        self.reads = reads(source.replace("globals()", "reference"))
         self.made = {}
         self.from_rows = False
 
@@ -211,7 +212,7 @@ def audit(path: Path) -> bool:
     try:
         claims = notebook.run()
     except Exception as error:
-        print(f"{path.stem}: does not run, {type(error).__name__}: {error}", flush=True)
+        print(f"{path.stem}: does not run, {type(error).__name__}: {error}")
         return True
     said = notebook.said
     changed = set()
@@ -219,8 +220,7 @@ def audit(path: Path) -> bool:
     for tried, perturb in enumerate(perturbations(list(notebook.frames.values()))):
         if tried >= NOISES and not changed - {key[:2] for key in fell}:
             break
-        progress = f"{path.stem}: {tried} perturbations, {len(fell)} claims false"
-        print(f"\r{progress}", end=" ", file=sys.stderr)
+        print(f"\r{path.stem}: {tried} tried, {len(fell)} claims false", end=" ", file=sys.stderr)
         gc.collect()  # a cell that broke leaves its frame, with tables in it, in a cycle
         fell |= {key for key, (_, holds) in notebook.run(perturb).items() if not holds}
         rerun = {answer for answer in said if notebook.cells[answer[0]].from_rows}
