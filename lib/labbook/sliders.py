@@ -35,14 +35,20 @@ class Sliders:
         limit: float,
         unit: str = "",
     ) -> None:
-        states = [state(**point) for point in grid(**controls)]
-        self.figure = {"states": states, "labels": labels, "unit": unit, "limit": limit}
-        self.figure["controls"] = []
-        self.figure["start"] = []
+        sliders = []
+        places = []
         for column, values in controls.items():
             names = [value_label(value, column) for value in values]
-            self.figure["controls"].append((column_label(column), names))
-            self.figure["start"].append(list(values).index(start[column]))
+            sliders.append((column_label(column), names))
+            places.append(list(values).index(start[column]))
+        self.figure = {
+            "states": [state(**point) for point in grid(**controls)],
+            "labels": labels,
+            "unit": unit,
+            "limit": limit,
+            "controls": sliders,
+            "start": places,
+        }
 
     def html(self) -> str:
         """The script, and the numbers that it shows, to four digits."""

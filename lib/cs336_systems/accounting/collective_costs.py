@@ -26,10 +26,16 @@ def bus_factor(collective: str, world_size: int) -> float:
     In an all-reduce each of the n parts crosses n - 1 links to be summed, and again to be spread.
     """
     check_choice("collective", collective, COLLECTIVES)
-    if collective == "broadcast":
-        return 1.0
-    around = (world_size - 1) / world_size
-    return 2 * around if collective == "all_reduce" else around
+    return 1.0 if collective == "broadcast" else rank_bytes(collective, 1, world_size)
+
+
+def rank_bytes(collective: str, size: float, world_size: int) -> float:
+    """Bytes that a rank sends when so many go through a collective: the mean over the ranks, around a ring.
+
+    Every part passes W - 1 links, to be summed or to be spread; in an all-reduce both.
+    """
+    passes = 2 if collective == "all_reduce" else 1
+    return passes * size * (world_size - 1) / world_size
 
 
 @dataclass(frozen=True)

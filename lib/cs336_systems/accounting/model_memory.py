@@ -54,8 +54,6 @@ def saved_by_block(n: Counts) -> dict[str, int]:
         "ln2 input": stream,
         "ln2 1/rms": inverse_rms,
         "ln2 normalised": stream,
-    }
-    feed_forward = {
         "w1, w3 input": layer_input * (2 if autocast else 1),
         "w1 output": hidden,
         "sigmoid": hidden,
@@ -65,7 +63,7 @@ def saved_by_block(n: Counts) -> dict[str, int]:
         "weight copies": n.copy_itemsize * n.block_weights,
     }
     scores = fused if n.fused_attention else plain
-    return before_scores | scores | after_scores | feed_forward
+    return before_scores | scores | after_scores
 
 
 def saved_by_head(n: Counts) -> dict[str, int]:
@@ -178,10 +176,14 @@ def _training_phases(n, schedule):
     phases["embedding"] = parameter_bytes(n.config) + stream
     last = n.layers - 1
     for block, saved in enumerate(saved_besides):
-        where = {last: "last block", 0: "first block"}.get(block, f"block {block}")
+        name = f"block {block}"
+        if block == last:
+            name = "last block"
+        if block == 0:
+            name = "first block"
         gradients = FLOAT32_BYTES * (n.head_weight + (last - block) * n.block_weights)
         for part, alive in _block_phases(n).items():
-            phases[f"{part}, {where}"] = _saved_bytes(n, saved) + alive + gradients
+            phases[f"{part}, {name}"] = _saved_bytes(n, saved) + alive + gradients
     return phases
 
 

@@ -17,7 +17,7 @@ temporaries with one number a row, padding, what the allocator and the matrix li
 
 from collections.abc import Iterable, Mapping
 
-from cs336_systems.accounting.collective_costs import MB
+from cs336_systems.accounting.collective_costs import MB, rank_bytes
 from cs336_systems.accounting.element_counts import FLOAT32_BYTES, Counts, dtype_bytes
 from cs336_systems.accounting.flops import parameter_breakdown, parameter_count
 from cs336_systems.accounting.model_memory import head_phases, saved_by_block
@@ -26,15 +26,6 @@ from cs336_systems.sharding import SHARDED, Sharding
 
 CATEGORIES = SHARDED + ("rest",)
 TOKEN_BYTES = 2 * 8  # an id and a target, 64-bit integers
-
-
-def rank_bytes(collective: str, size: float, world_size: int) -> float:
-    """Bytes that a rank sends when so many go through a collective: the mean over the ranks, around a ring.
-
-    Every part passes W - 1 links, to be summed or to be spread; in an all-reduce both.
-    """
-    passes = 2 if collective == "all_reduce" else 1
-    return passes * size * (world_size - 1) / world_size
 
 
 def sent_bytes(
@@ -137,11 +128,11 @@ def peak_phases(n: Counts, sharding: Sharding, world_size: int) -> dict[str, tup
     them the weights that are whole, and the whole gradients of the unit before, which are being reduced. What
     stays gathered is freed with its gradients, except where it is one unit with the embedding.
     """
+    block = sum(saved_by_block(n).values())
+    alive = head_phases(n, n.layers * block)
     if "gradients" in sharding.shards:
-        return _sharded_phases(n, sharding, world_size)
-    saved_by_blocks = n.layers * sum(saved_by_block(n).values())
-    alive = head_phases(n, saved_by_blocks)
-    alive["last block"] = saved_by_blocks + _block_temporaries(n)
+        return _sharded_phases(n, sharding, world_size, block, alive)
+    alive["last block"] = n.layers * block + _block_temporaries(n)
     gradients = FLOAT32_BYTES * parameter_count(n.config)
     return {phase: (gradients, rest) for phase, rest in alive.items()}
 
@@ -150,27 +141,29 @@ def _block_temporaries(n):
     return n.stream_itemsize * n.stream + n.itemsize * (2 * n.hidden + n.feed_forward_weight)
 
 
-def _sharded_phases(n, sharding, world_size):
-    """`peak_phases` where parameters and gradients are sharded."""
+def _sharded_phases(n, sharding, world_size, block, alive):
+    """`peak_phases` where parameters and gradients are sharded; block: what one saves, alive: at the head."""
     unit = n.itemsize * (n.feed_forward_weight if sharding.unit == "weight" else n.block_weights)
     ahead = sharding.ahead * unit
     stays = n.itemsize * _numbers_in(n.config, sharding.stays)
-    in_block = _block_temporaries(n)
+    temporaries = _block_temporaries(n)
     if sharding.copies:
         # Before it computes, a unit that was copied from its buffer is there twice.
-        in_block = max(in_block, n.stream_itemsize * n.stream + unit) + stays
-    block = sum(saved_by_block(n).values())
-    alive = head_phases(n, n.layers * block)
-    # The last terms: the whole gradients of the unit before.
-    last_block = n.layers * block + in_block + unit + ahead + n.itemsize * n.head_weight
-    first_block = block + in_block + unit + ahead + unit
+        temporaries = max(temporaries, n.stream_itemsize * n.stream + unit)
+    in_block = temporaries + unit + ahead
     head_share = FLOAT32_BYTES * n.head_weight / world_size
+    reduced = head_share
+    if "token_embeddings" in sharding.stays:
+        # One unit with the head: its weights stay until its gradients are reduced, behind all blocks.
+        in_block += stays
+        reduced = 0.0
     blocks_share = FLOAT32_BYTES * (n.layers - 1) * n.block_weights / world_size
+    # The last terms of the blocks: the whole gradients of the unit before.
     return {
         "loss": (0.0, alive["loss"] + stays),
         "output head": (0.0, alive["output head"] + stays + ahead),
-        "last block": (0.0 if sharding.copies else head_share, last_block),
-        "first block": (head_share + blocks_share, first_block),
+        "last block": (reduced, n.layers * block + in_block + n.itemsize * n.head_weight),
+        "first block": (head_share + blocks_share, block + in_block + unit),
     }
 
 

@@ -141,16 +141,11 @@ _SHAPES = ((64, 128), (37, 100), (1, 1500), (300, 1), (2, 3, 5, 33), (7,))
 
 
 def check_weighted_sum(
-    weighted_sum: Callable,
-    *,
-    shapes: tuple = _SHAPES,
-    dtype: torch.dtype = torch.float32,
-    device: Device | None = None,
+    weighted_sum: Callable, *, dtype: torch.dtype = torch.float32, device: Device | None = None
 ) -> pd.DataFrame:
     """Compare weighted_sum(x, w) of x (..., d) and w (d,), which returns (...), with float64.
 
     Args:
-        shapes: of x.
         device: None for the GPU when there is one.
 
     Returns:
@@ -163,7 +158,7 @@ def check_weighted_sum(
     random = partial(torch.randn, generator=generator, device=generator.device, dtype=dtype)
     reference = Reference(lambda x, w: (x * w).sum(-1), by_magnitude=True)
     lines = []
-    for shape in shapes:
+    for shape in _SHAPES:
         inputs = {
             "x": random(shape, requires_grad=True),
             "w": random(shape[-1:], requires_grad=True),

@@ -88,7 +88,7 @@ def check_attention(
 
 def check_logsumexp(
     attention: AttentionFunction, device: Device | None = None, dtype=torch.float32
-) -> None:
+):
     """The forward keeps exactly one tensor of shape (..., n_queries) for its backward: each row's logsumexp.
 
     Raises AssertionError: it keeps none or several, or numbers that are no natural logarithms of row sums.

@@ -18,9 +18,10 @@ import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-# Native functions, what they do, and which of their arguments are the addresses and the mask.
+# Native functions, what they do, and the places of the addresses and of the mask among their arguments.
 _ACCESSES = {"load": ("loads", 0, 1), "store": ("stores", 0, 2), "atomic_rmw": ("adds", 1, 3)}
 
+# Decorates what fills with zeros: while it runs, they are NaN.
 _nan_for_zeros = patch("numpy.zeros_like", partial(np.full_like, fill_value=np.nan))
 
 
@@ -45,17 +46,17 @@ def inside_tensors() -> Iterator[Counter]:
 
 def _replacements(interpreter, work):
     """By where they are, functions that watch and count; AttributeError: the interpreter is another one."""
-    # Of the kernel that runs: its name, and the extents of its tensors.
-    launch = {}
+    # Of the one that runs: its name, and the extents of its tensors.
+    kernel = {}
     native = interpreter._interpreter
     builder = interpreter.InterpreterBuilder
     executor = interpreter.GridExecutor
     # What is masked without an `other` is on a GPU whatever a register held.
     masked_load = _nan_for_zeros(builder.create_masked_load)
-    replacements = {executor: {"_init_args_hst": _noted(executor._init_args_hst, launch)}}
+    replacements = {executor: {"_init_args_hst": _noted(executor._init_args_hst, kernel)}}
     replacements[native] = {
-        access: partial(_access, getattr(native, access), launch, work, *places)
-        for access, places in _ACCESSES.items()
+        name: partial(_access, getattr(native, name), kernel, work, *access)
+        for name, access in _ACCESSES.items()
     }
     replacements[builder] = {
         "create_masked_load": np.errstate(invalid="ignore")(masked_load),
@@ -65,26 +66,26 @@ def _replacements(interpreter, work):
     return replacements
 
 
-def _access(function, launch, work, does, addresses, mask, *args):
+def _access(function, kernel, work, verb, address_place, mask_place, *args):
     """Call a native function, if it stays inside tensors."""
-    places = args[addresses]
+    addresses = args[address_place]
     # Of a block pointer the mask may be of one dimension.
-    wanted = np.broadcast_to(args[mask], places.shape)
-    outside = _outside(places[wanted.astype(bool)], launch["extents"])
+    wanted = np.broadcast_to(args[mask_place], addresses.shape)
+    outside = _outside(addresses[wanted.astype(bool)], kernel["extents"])
     assert not outside, (
-        f"{launch['name']} {does} {outside} numbers outside its tensors: is the place right, and are both "
+        f"{kernel['name']} {verb} {outside} numbers outside its tensors: is the place right, and are both "
         "edges masked?"
     )
-    work[does] += wanted.sum()
+    work[verb] += wanted.sum()
     return function(*args)
 
 
-def _noted(to_host, launch):
+def _noted(to_host, kernel):
     """What copies a kernel's arguments to the host, and then knows where they lie."""
 
     def note(executor, *device_arguments):
         arguments = to_host(executor, *device_arguments)
-        launch.update(name=executor.fn.__name__, extents=_extents(arguments))
+        kernel.update(name=executor.fn.__name__, extents=_extents(arguments))
         return arguments
 
     return note
@@ -115,10 +116,10 @@ def _in_ten_bits(x):
     return type(x)(bits.view("float32"), x.dtype)
 
 
-def _outside(places, extents):
-    inside = np.zeros(places.shape, bool)
+def _outside(addresses, extents):
+    inside = np.zeros(addresses.shape, bool)
     for first, end in extents:
-        inside |= (places >= first) & (places < end)
+        inside |= (addresses >= first) & (addresses < end)
     return np.sum(~inside)
 
 

@@ -193,20 +193,16 @@ def _overlaps(wrap):
 def _late_messages(wrapped, ready, store, first):
     """In a step in which the others send nothing until backward of the first rank is over.
 
-    ready: grows by each parameter whose gradient has been made.
+    ready: grows by each parameter whose gradient is there.
     """
     own_rank = dist.get_rank()
     ended = f"backward of rank {first}"
-    # Of each message, how many gradients had been made before the one whose hook sends it.
-    made_before = []
-    # And the numbers of the first that left with a gradient, which has waited for it.
-    sizes = {}
+    sent = []
 
     def note(message):
         # Gradients, not flags or an order of what is unused.
         if message.dtype.is_floating_point:
-            made_before.append(len(ready))
-            sizes.setdefault(len(ready), message.numel)
+            sent.append((len(ready), message.numel))
 
     mistake = ""
     with observed(note):
@@ -219,18 +215,28 @@ def _late_messages(wrapped, ready, store, first):
             )
         loss.backward()
         store.set(ended, "")
-        in_backward = len(made_before)
+        in_backward = len(sent)
         wrapped.finish_gradient_synchronization()
     yield mistake
-    count = len(made_before)
-    if not count:
+    yield from _late(sent, in_backward, ready)
+
+
+def _late(sent, in_backward, ready):
+    """sent: of each message how many gradients were ready before the one whose hook sent it, and its size."""
+    count = len(sent)
+    if not sent:
         yield "no message was seen. Send gradients with dist.all_reduce(..., async_op=True)."
     if in_backward < count:
         yield f"{count - in_backward} of {count} messages leave only when backward is over."
-    if made_before[0] == len(ready) - 1:
+    if sent[0][0] >= len(ready) - 1:
         yield "all messages leave with the last gradient. Send each as soon as it may leave."
-    if count == len(ready) and any(size < ready[n].numel() for n, size in sizes.items()):
-        yield "a gradient that may leave waits for another one. Send each as soon as it may leave."
+    if count == len(ready):
+        # One gradient each: what a hook sends first is its own, or has waited. Of equal keys the last stays.
+        first_sizes = dict(reversed(sent))
+        for before, gradient in enumerate(ready):
+            size = gradient.numel()
+            if first_sizes.get(before, size) < size:
+                yield "a gradient that may leave waits for another one. Send each as soon as it may leave."
 
 
 def follow(wrap, how, make=Toy, weights=module_state, passes=1, options=lambda *_: {}):

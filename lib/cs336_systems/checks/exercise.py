@@ -68,19 +68,17 @@ class StepCheck:
     work: what interpreted kernels have done since the step began, see `inside_tensors`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.passed = True
         self.kept = []
 
-    def __call__(self, property: str, holds, diagnosis: str = "") -> None:
+    def __call__(self, property: str, holds, diagnosis: str = ""):
         """Show a property; `holds` is anything true or false, `diagnosis` the usual reason if false."""
         reason = f": {diagnosis}" if diagnosis and not holds else ""
         print(f"{'✓' if holds else '✗'} {property}{reason}")
         self.passed = self.passed and bool(holds)
 
-    def close(
-        self, property: str, result, wanted: Tensor, diagnosis: str = "", **tolerance
-    ) -> None:
+    def close(self, property: str, result, wanted: Tensor, diagnosis: str = "", **tolerance):
         """Show whether a tensor, or a number, is the wanted one by torch.allclose.
 
         AssertionError: it is None, no tensor, of another shape, dtype or device, or not finite.
@@ -89,32 +87,32 @@ class StepCheck:
             result = torch.tensor(result, dtype=wanted.dtype)
         assert_tensor(property, result, wanted)
         assert result.isfinite().all() or not wanted.isfinite().all(), (
-            f"{property}: it has NaN or infinities{'; ' * bool(diagnosis)}{diagnosis}"
+            f"{property}: it has NaN or infinities; {diagnosis}".removesuffix("; ")
         )
         self(property, torch.allclose(result, wanted, **tolerance), diagnosis)
 
-    def equal(self, property: str, result, wanted, diagnosis: str = "") -> None:
+    def equal(self, property: str, result, wanted, diagnosis: str = ""):
         """Show whether what was returned is what was wanted, and if not, what it was. None is an error."""
         assert result is not None, f"{property}: {_NOTHING}"
-        self(property, result == wanted, f"{result!r:.80}{'; ' * bool(diagnosis)}{diagnosis}")
+        self(property, result == wanted, f"{result!r:.80}; {diagnosis}".removesuffix("; "))
 
-    def anywhere(self, property: str, function: Callable, *inputs) -> None:
+    def anywhere(self, property: str, function: Callable, *inputs):
         """Show whether a function runs on any device without waiting for it, see `waits`."""
         reason = waits(function, *inputs)
         self(property, not reason, reason)
 
-    def at_most(self, property: str, **most: int) -> None:
+    def at_most(self, property: str, **most: int):
         """The step is right only if interpreted kernels have done no more; what others do is not known."""
         for kind, enough in most.items():
             if self.work[kind] > enough:
                 self(property, False, f"{self.work[kind]} {kind}, enough are {enough}")
 
-    def keeps(self, **tensors: Tensor) -> None:
+    def keeps(self, **tensors: Tensor):
         """The step is right only if these hold in the end what they hold now."""
         self.kept += [(name, tensor, tensor.detach().clone()) for name, tensor in tensors.items()]
 
 
-def assert_tensor(what: str, result, wanted: Tensor) -> None:
+def assert_tensor(what: str, result, wanted: Tensor):
     """AssertionError: what was returned is None, no tensor, or of another device, shape or dtype."""
     assert result is not None, f"{what}: {_NOTHING}"
     assert isinstance(result, Tensor), f"{what}: {type(result).__name__} is returned, no tensor"

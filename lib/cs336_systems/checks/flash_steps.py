@@ -46,6 +46,7 @@ def check_visit(check, visit, device):
     """
 
     def agrees(tiles, scale=0.25, hidden=slice(0), shift=0.0):
+        """hidden: an index of (tiles, rows, keys), of none by default. shift: of all scores, unscaled."""
         q, k, v = _random_tiles(1 + 2 * tiles, device).split((1, tiles, tiles))
         q[..., 0] = shift
         k[..., 0] = 1.0
@@ -65,7 +66,7 @@ def check_visit(check, visit, device):
         agrees(5, 2.0),
         "do total and acc both shrink by exp2(m - m_new)?",
     )
-    # Of the last tile, for all rows.
+    # Of the last tile, for all rows, all but the first.
     keys = (-1, slice(None), slice(1, None))
     check(
         "hidden keys weigh nothing",

@@ -262,13 +262,6 @@ def _frees(wrap):
     gc.freeze()
     wrapped = wrap(_Layers(0))
     mistakes = []
-    reductions = []
-
-    def note(message):
-        if message.numel in _LAYER_OF:
-            mistakes.extend(_reduction_mistakes(message, reductions))
-            if message.collective == "reduce_scatter":
-                reductions.append(message)
 
     def when_three_are_made(gradient):
         mistakes.extend(
@@ -281,28 +274,40 @@ def _frees(wrap):
         )
 
     wrapped.module.up.register_forward_hook(partial(_on_result, when_three_are_made))
-    with observed(note):
-        for step in range(2):
-            wrapped.zero_grad()
-            loss = loss_of(wrapped, dist.get_rank(), step)
-            # Backward begins with the last.
-            mistakes += _too_many_whole(
-                1,
-                "after forward",
-                "Autograd keeps a weight: free its untyped_storage().resize_(0), gather into it again.",
-            )
-            loss.backward()
-            if len(reductions) < _DEPTH - 2:
-                mistakes.append(
-                    f"{len(reductions)} gradients leave in backward. Reduce-scatter each, by dist, at once."
-                )
-            wrapped.finish_gradient_synchronization()
-            reductions.clear()
-            mistakes += _too_many_whole(0, "after backward", "Free each with its gradient.")
-            yield mistakes[0] if mistakes else ""
+    for step in range(2):
+        _check_step(wrapped, step, mistakes)
+        yield mistakes[0] if mistakes else ""
     yield Property(
         "gradients are reduce-scattered; whole ones, and weights in both passes, are freed"
     )
+
+
+def _check_step(wrapped, step, mistakes):
+    """Add how gradients are reduced, if wrongly, and what is whole after forward or backward."""
+    reductions = []
+
+    def note(message):
+        if message.numel in _LAYER_OF:
+            mistakes.extend(_reduction_mistakes(message, reductions))
+            if message.collective == "reduce_scatter":
+                reductions.append(message)
+
+    with observed(note):
+        wrapped.zero_grad()
+        loss = loss_of(wrapped, dist.get_rank(), step)
+        # Backward begins with the last.
+        mistakes += _too_many_whole(
+            1,
+            "after forward",
+            "Autograd keeps a weight: free its untyped_storage().resize_(0), gather into it again.",
+        )
+        loss.backward()
+        if len(reductions) < _DEPTH - 2:
+            mistakes.append(
+                f"{len(reductions)} gradients leave in backward. Reduce-scatter each, by dist, at once."
+            )
+        wrapped.finish_gradient_synchronization()
+        mistakes += _too_many_whole(0, "after backward", "Free each with its gradient.")
 
 
 def _reduction_mistakes(message, reductions):
@@ -325,10 +330,10 @@ def _second_step(wrap, note, enter, compute=lambda *_: None):
     wrapped.zero_grad()
     for layer in LAYERS:
         module = wrapped.module.get_submodule(layer)
-        for call in (enter, compute):
+        for call, prepend in ((enter, True), (compute, False)):
             hook = partial(call, layer)
-            module.register_forward_pre_hook(hook, prepend=call is enter)
-            module.register_forward_hook(partial(_on_result, hook), prepend=call is enter)
+            module.register_forward_pre_hook(hook, prepend=prepend)
+            module.register_forward_hook(partial(_on_result, hook), prepend=prepend)
     with observed(note):
         loss_of(wrapped, dist.get_rank()).backward()
         # As if there were two more layers: at the last ones, too, somebody may hold until one is further.
@@ -369,14 +374,14 @@ def _late_layers(wrap, store, first):
 
     def compute(layer, *_):
         ahead.pop(layer, None)
-        more = len(ahead)
+        lead = len(ahead)
         if len(reached) > _DEPTH:
             # In backward the first needs gradients of all.
-            more = min(more, 1)
-        further = f"{first} {len(reached) + 1 + more}"
-        waited = any(gather.waits for gather in ahead.values())
-        # The first holds nowhere, and nobody does once more.
-        if waited or not (is_first or late or comes(store, further)):
+            lead = min(lead, 1)
+        waits = any(gather.waits for gather in ahead.values())
+        # The first never does, and nobody twice.
+        holds = not is_first and not late
+        if waits or (holds and not comes(store, f"{first} {len(reached) + 1 + lead}")):
             late.append(layer)
 
     _second_step(wrap, note, enter, compute)

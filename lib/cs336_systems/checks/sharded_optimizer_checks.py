@@ -25,10 +25,8 @@ def check_sharded_optimizer(make, *, only_states=False):
     if only_states:
         yield from _updates_its_own(make)
         return
-    yield from _updates_all(make)
-    yield from _leaves_alone_what_has_no_gradient(make)
-    yield from _has_groups(make)
-    yield from _runs_closures(make)
+    for properties in (_updates_all, _leaves_unused_alone, _has_groups, _runs_closures):
+        yield from properties(make)
 
 
 def _shares_states(make):
@@ -82,7 +80,7 @@ def _updates_all(make):
     yield Property("Every rank has the weights that one AdamW gives, or one SGD, bit for bit")
 
 
-def _leaves_alone_what_has_no_gradient(make):
+def _leaves_unused_alone(make):
     pair = _Pair(make)
     for _ in range(2):
         mistakes = pair.step("without a gradient of parameter 2,", without=2)

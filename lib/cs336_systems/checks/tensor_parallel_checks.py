@@ -142,45 +142,48 @@ def _gathers(layer, group):
     n = len(ranks)
     rank = dist.get_rank(group)
     # Of the group's ranks: x (n, tokens, in), weight (n, out, in), gradient (n, all tokens, out).
-    xs = torch.randn(2, 4, 3).mT[ranks]
-    weights = torch.randn(2, 5, 4)[ranks]
+    xs = torch.randn(2, 4, 3).mT[ranks].requires_grad_()
+    weights = torch.randn(2, 5, 4)[ranks].requires_grad_()
     gradients = torch.randn(2, 5, 6).mT[ranks, : 3 * n]
-    whole = xs.flatten(0, 1)
-    x = xs[rank].clone().requires_grad_()
-    weight = weights[rank].clone().requires_grad_()
+    outputs = xs.flatten(0, 1) @ weights.mT
+    outputs.backward(gradients)
+    x = xs[rank].detach().clone().requires_grad_()
+    weight = weights[rank].detach().clone().requires_grad_()
     with observed() as forward:
         output = layer.apply(x, weight, group)
-    diagnoses = {"of this rank's tokens alone. Gather first.": xs[rank] @ weights[rank].T}
+    diagnoses = {"of this rank's tokens alone. Gather first.": x @ weight.T}
     otherwise = "not x of all ranks times this rank's rows."
-    yield from unlike("the output", output, whole @ weights[rank].T, diagnoses, otherwise)
+    yield from unlike("the output", output, outputs[rank], diagnoses, otherwise)
 
     kept = _largest_kept(output.grad_fn)
     with observed() as backward:
         output.backward(gradients[rank])
     gathers_again = any("reduce" not in message.collective for message in backward)
-    if group is None and (kept >= whole.nbytes or not gathers_again):
+    if group is None and (kept >= xs.nbytes or not gathers_again):
         yield "the gathered input is kept for backward. Save x alone, and gather again."
-    # Through each rank's rows, of each rank's tokens.
-    d_xs = (gradients @ weights).unflatten(1, (n, -1))
-    d_x = d_xs.sum(0)
-    diagnoses = {
-        "only what comes through this rank's rows. Scatter it, do not slice.": d_xs[rank, rank],
-        "a mean. What comes through the rows adds up.": d_x[rank] / n,
-        "that of another rank's tokens.": d_x[rank - 1],
-    }
-    yield from unlike("the gradient of x", x.grad, d_x[rank], diagnoses, "not right.")
-    d_weights = gradients.mT @ whole
     own_gradient = gradients[rank].chunk(n)[rank]
+    yield from _wrong_gradients(x, weight, xs.grad, weights.grad, own_gradient, rank)
+    yield from _sends_little("forward", forward, xs, 1)
+    yield from _sends_little("backward", backward, xs, 2)
+    yield Property("it gathers in both passes, and scatters the gradient of x")
+
+
+def _wrong_gradients(x, weight, d_xs, d_weights, own_gradient, rank):
+    """d_xs, d_weights: what all ranks should have. own_gradient: of this rank's rows of its own tokens."""
     diagnoses = {
-        "of this rank's tokens alone. Gather x again.": own_gradient.T @ xs[rank],
+        "only what comes through this rank's rows. Scatter it, do not slice.": own_gradient
+        @ weight,
+        "a mean. What comes through the rows adds up.": d_xs[rank] / len(d_xs),
+        "that of another rank's tokens.": d_xs[rank - 1],
+    }
+    yield from unlike("the gradient of x", x.grad, d_xs[rank], diagnoses, "not right.")
+    diagnoses = {
+        "of this rank's tokens alone. Gather x again.": own_gradient.T @ x,
         "added up over the ranks. Each has rows of its own.": d_weights.sum(0),
     }
     yield from unlike(
         "the gradient of weight", weight.grad, d_weights[rank], diagnoses, "not right."
     )
-    yield from _sends_little("forward", forward, whole, 1)
-    yield from _sends_little("backward", backward, whole, 2)
-    yield Property("it gathers in both passes, and scatters the gradient of x")
 
 
 def _largest_kept(function):
