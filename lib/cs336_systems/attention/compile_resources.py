@@ -94,6 +94,7 @@ def _run_python(arguments: list[str]) -> Any:
 
 def main() -> None:
     argument = json.loads((sys.argv[1:] or ["90"])[0])
+    # A number comes from a user, who reads lines; work from `compile_tiles`, which reads JSON.
     if isinstance(argument, int):
         print_tiles(argument)
         return

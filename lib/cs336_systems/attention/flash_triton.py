@@ -77,7 +77,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tensor]:
     dtype = q.dtype
     device = q.get_device()
     tf32 = dtype is torch.float32 and allows_tf32(dtype)
-    # Whether all are contiguous takes less time than their strides.
+    # True, or else their strides: whether all are contiguous takes less time than these.
     strides = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
     if not strides:
         strides = q.stride(), k.stride(), v.stride()

@@ -392,6 +392,7 @@ def consume(shared, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.const
     dv = gl.zeros([KEYS, BLOCK_D], gl.float32, gradients)
     mbarrier.wait(kv_ready.index(CONSUMER), 0)
     if BLOCK_D > DQ_COLUMNS:
+        # Names alone, for the branch below: wide tiles read K and V from the buffers.
         k = ks
         v = vs
         st = _start_scores(ks, qs, q_ready, 0, 0, 0, True, CONSUMER)

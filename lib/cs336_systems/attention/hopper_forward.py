@@ -95,9 +95,11 @@ def place_of(
     section = 1
     if CAUSAL:
         section = gl.maximum(L2_ELEMENTS // BLOCK_D // n_keys, 1)
+    # A section is so many heads, whose work tiles come one after the other; this is its first head.
     section_head = work // (section * query_tiles) * section
     # The last section has the heads that are left.
     section = gl.minimum(section, work_tiles // query_tiles - section_head)
+    # From here on within the section: one query tile of all its heads, then the next of all.
     work -= section_head * query_tiles
     tile = work // section
     if CAUSAL:

@@ -97,13 +97,15 @@ class Launcher:
         given = layouts[: 4 if backward else 3]
         self.inputs = [self._loaded(x) for x in given]
         pairs = enumerate(zip(given, self.inputs, strict=True))
+        # What a kernel can load is its own layout still, the same object; of any other there is a copy.
         self.copies = [(i, new) for i, (old, new) in pairs if new is not old]
         # By TMA, by Hopper's kernels alone.
         stored = [self.layouts[name] for name in self.output_names if name != "dq"]
         self.stored = [kernel_layout(x, tuning.dtype.itemsize, tuning.use_tma) for x in stored]
         self.launches = self._prepare_launches()
         self.merge = self.launches.get("merge")
-        # By the last kernel. There is no pass of "dq" alone, which is only compiled.
+        # Of the last kernel: _forward, _hopper_forward, _dkdv, _backward, _hopper_backward. "dq" is the last
+        # of no pass: alone it is only compiled.
         self.run = getattr(self, f"_{_function_name(self.last)}", None)
 
     @property

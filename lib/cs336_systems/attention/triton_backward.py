@@ -216,7 +216,7 @@ def add_dkdv_tiles(
     head, keys, k_rows, v_rows = key_tile
     q_src, do_src = sources
     first_query, last_query, n_queries = rows
-    # Load dO after P is made, as V in add_dq_tiles.
+    # Load dO after P is made, as V in add_dq_tiles. HAS_DELTA then: bf16x3 has no backward_kernel.
     LATE: tl.constexpr = form.PRECISION == "bf16x3"
     KEEP: tl.constexpr = form.CHUNK > 0 or LATE
     for start in tl.range(first_query, last_query, BLOCK_M, disable_licm=KEEP):

@@ -35,6 +35,7 @@ def _bits(numbers: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         single = numbers.astype(np.float32)
     bits = single.view(np.uint32)
+    # Of these operators + comes first, then >>, then &.
     is_odd = bits >> 16 & 1
     nearest = bits + np.uint32(0x7FFF) + is_odd >> 16
     return np.where(np.isnan(single), 0x7FFF, nearest).astype(np.uint16)
@@ -117,6 +118,7 @@ def reduce_sum(self, x):
         return _sum(self, x)
     bits = x.handle.data
     if self.axis is None:
+        # To (all of them, 1, 1, ...), so that the first axis is the one below.
         bits = bits.reshape(-1, *np.ones(bits.ndim - 1, int))
     axis = self.axis or 0
     # Halves onto halves, as threads reduce; every sum is rounded.

@@ -165,7 +165,10 @@ class DataParallel(nn.Module):
         raise NotImplementedError
 
     def _gradient(self, index: int) -> Tensor:
-        """The gradient that this rank contributes: zero where the parameter was not used."""
+        """The gradient that this rank contributes: zero where the parameter was not used, which is noted.
+
+        It is in `.grad` then, or where `.grad` was no message, its contiguous copy is.
+        """
         parameter = self._trainable[index]
         if parameter.grad is None:
             if self._may_be_taken(parameter):

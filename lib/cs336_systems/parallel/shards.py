@@ -75,6 +75,7 @@ def partition_tensors(
         length = padded_length(tensor)
         limit = bucket_size_mb * 2**20 / tensor.element_size() / world_size
         buckets = of_dtype[tensor.dtype]
+        # It ends with the segments and lengths of the bucket that the tensor joins, old or new, and the rank.
         for bucket in buckets:
             segments, lengths = bucket
             rank = lengths.index(min(lengths))

@@ -33,6 +33,7 @@ class Message:
         self.collective = collective
         self.sent_bytes = 0
         self.waits = 0
+        # No collective has another argument that is True.
         self.is_async = any(argument is True for argument in arguments)
         self.waited_for = not self.is_async
         self._work = _DONE
@@ -47,6 +48,7 @@ class Message:
         self.storage = StorageWeakRef(tensors[0].untyped_storage())
 
     def __getattr__(self, name: str) -> Any:
+        # Whoever looks at the handle in whichever way may have waited.
         self.waited_for = True
         return getattr(self._work, name)
 

@@ -244,6 +244,7 @@ def attending(name: str) -> Iterator[None]:
     if name == "sdpa_fa4":
         # Behind the backend of FlashAttention 2, whose kernels it replaces.
         attention.activate_flash_attention_impl("FA4")
+        # `attention_of` never says this name: in the end it tells that FA4 was activated.
         name = "sdpa_flash"
     with sdpa_backend(name):
         yield

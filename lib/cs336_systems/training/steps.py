@@ -74,6 +74,7 @@ class ModelSteps:
             ValueError: the pass is unknown.
         """
         check_choice("pass", pass_, PASSES)
+        # A pass has the name of its method: forward, backward, forward_backward or train_step.
         return getattr(self, pass_), self.loss if pass_ == "backward" else None
 
     @torch.no_grad()
