@@ -215,27 +215,26 @@ def _late_messages(wrapped, ready, store, first):
             )
         loss.backward()
         store.set(ended, "")
-        in_backward = len(sent)
         wrapped.finish_gradient_synchronization()
     yield mistake
-    yield from _late(sent, in_backward, ready)
+    yield from _late(sent, ready)
 
 
-def _late(sent, in_backward, ready):
+def _late(sent, ready):
     """sent: of each message how many gradients were ready before the one whose hook sent it, and its size."""
     count = len(sent)
     if not sent:
         yield "no message was seen. Send gradients with dist.all_reduce(..., async_op=True)."
-    if in_backward < count:
-        yield f"{count - in_backward} of {count} messages leave only when backward is over."
-    if sent[0][0] >= len(ready) - 1:
+    behind = sum(before == len(ready) for before, _ in sent)
+    if behind:
+        yield f"{behind} of {count} messages leave only when backward is over."
+    if sent[0][0] == len(ready) - 1:
         yield "all messages leave with the last gradient. Send each as soon as it may leave."
     if count == len(ready):
         # One gradient each: what a hook sends first is its own, or has waited. Of equal keys the last stays.
         first_sizes = dict(reversed(sent))
-        for before, gradient in enumerate(ready):
-            size = gradient.numel()
-            if first_sizes.get(before, size) < size:
+        for before, size in first_sizes.items():
+            if size < ready[before].numel():
                 yield "a gradient that may leave waits for another one. Send each as soon as it may leave."
 
 
