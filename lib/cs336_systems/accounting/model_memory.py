@@ -54,6 +54,8 @@ def saved_by_block(n: Counts) -> dict[str, int]:
         "ln2 input": stream,
         "ln2 1/rms": inverse_rms,
         "ln2 normalised": stream,
+    }
+    feed_forward = {
         "w1, w3 input": layer_input * (2 if autocast else 1),
         "w1 output": hidden,
         "sigmoid": hidden,
@@ -63,7 +65,7 @@ def saved_by_block(n: Counts) -> dict[str, int]:
         "weight copies": n.copy_itemsize * n.block_weights,
     }
     scores = fused if n.fused_attention else plain
-    return before_scores | scores | after_scores
+    return before_scores | scores | after_scores | feed_forward
 
 
 def saved_by_head(n: Counts) -> dict[str, int]:

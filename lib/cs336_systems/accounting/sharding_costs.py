@@ -158,11 +158,12 @@ def _sharded_phases(n, sharding, world_size, block, alive):
         in_block += stays
         reduced = 0.0
     blocks_share = FLOAT32_BYTES * (n.layers - 1) * n.block_weights / world_size
-    # The last terms of the blocks: the whole gradients of the unit before.
+    # Its last term, and that of the first: the whole gradients of the unit before.
+    last_block = n.layers * block + in_block + n.itemsize * n.head_weight
     return {
         "loss": (0.0, alive["loss"] + stays),
         "output head": (0.0, alive["output head"] + stays + ahead),
-        "last block": (reduced, n.layers * block + in_block + n.itemsize * n.head_weight),
+        "last block": (reduced, last_block),
         "first block": (head_share + blocks_share, block + in_block + unit),
     }
 

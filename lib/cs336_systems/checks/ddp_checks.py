@@ -222,15 +222,14 @@ def _late_messages(wrapped, ready, store, first):
 
 def _late(sent, ready):
     """sent: of each message how many gradients were ready before the one whose hook sent it, and its size."""
-    count = len(sent)
     if not sent:
         yield "no message was seen. Send gradients with dist.all_reduce(..., async_op=True)."
     behind = sum(before == len(ready) for before, _ in sent)
     if behind:
-        yield f"{behind} of {count} messages leave only when backward is over."
+        yield f"{behind} of {len(sent)} messages leave only when backward is over."
     if sent[0][0] == len(ready) - 1:
         yield "all messages leave with the last gradient. Send each as soon as it may leave."
-    if count == len(ready):
+    if len(sent) == len(ready):
         # One gradient each: what a hook sends first is its own, or has waited. Of equal keys the last stays.
         first_sizes = dict(reversed(sent))
         for before, size in first_sizes.items():

@@ -152,8 +152,9 @@ def _gathers(layer, group):
     with observed() as forward:
         output = layer.apply(x, weight, group)
     diagnoses = {"of this rank's tokens alone. Gather first.": x @ weight.T}
-    otherwise = "not x of all ranks times this rank's rows."
-    yield from unlike("the output", output, outputs[rank], diagnoses, otherwise)
+    yield from unlike(
+        "the output", output, outputs[rank], diagnoses, "not x of all ranks times this rank's rows."
+    )
 
     kept = _largest_kept(output.grad_fn)
     with observed() as backward:
@@ -194,8 +195,7 @@ def _largest_kept(function):
 
 def _sends_little(when, messages, whole, most):
     # An all-reduce sends as much as a gather and a scatter.
-    gathers = {"all_reduce": 2}
-    numbers = sum(x.numel * gathers.get(x.collective, 1) for x in messages)
+    numbers = sum(x.numel * (2 if x.collective == "all_reduce" else 1) for x in messages)
     times = numbers / whole.numel()
     if times > most:
         yield f"{when} sends as much as {times:g} gathers of x; {most} would do."
