@@ -61,12 +61,11 @@ def check_attention(
         backward: check dQ, dK and dV too.
         allowed_error: relative, instead of twice PyTorch's own, for arithmetic such as TF32.
     """
-
     generator = random_on(device, seed)
     lines = []
     for case in cases:
-        *inputs, d_output = _random_inputs(case, generator, dtype)
-        inputs = {name: x.requires_grad_(backward) for name, x in zip("QKV", inputs, strict=True)}
+        *qkv, d_output = _random_inputs(case, generator, dtype)
+        inputs = {name: x.requires_grad_(backward) for name, x in zip("QKV", qkv, strict=True)}
         half_on_cpu = generator.device.type == "cpu" and dtype.itemsize == 2
         # A large score's last bit is exponentiated, and NumPy may round QK^T and KQ^T differently.
         reference = Reference(

@@ -189,9 +189,9 @@ def _collects(wrap):
         # As autograd keeps them.
         storages = [weight.whole.untyped_storage() for weight in weights]
         is_asking = dist.get_rank() == asking
-        asked = weights if is_asking else [first]
+        request = weights if is_asking else [first]
         with observed() as sent:
-            wrapped.collect(asked)
+            wrapped.collect(request)
             started = len(sent)
             if is_asking:
                 store.set(f"{asking}", "")
@@ -204,7 +204,7 @@ def _collects(wrap):
         if first.shard.shape in [x.shape for x in tensors]:
             yield "collect keeps what was sent, when it has arrived. Drop it."
         in_order = [x.numel for x in sent] == [x.whole.numel() for x in weights]
-        if not in_order or started != len(asked):
+        if not in_order or started != len(request):
             yield "collect does not start one all-gather of torch.distributed for each, in order."
         if waits:
             yield f"collect of rank {asking} waits for more than the first weight."
