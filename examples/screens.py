@@ -37,7 +37,7 @@ class Browser:
             sys.exit("there is no Chromium on the PATH")
         options = "--headless=new --no-sandbox --remote-debugging-port=0 --remote-allow-origins=*"
         self.process = subprocess.Popen(
-            [program, *options.split(), f"--user-data-dir={folder}", "about:blank"],
+            [program] + options.split() + [f"--user-data-dir={folder}", "about:blank"],
             stderr=subprocess.DEVNULL,
         )
         port_file = Path(folder, "DevToolsActivePort")
@@ -90,4 +90,4 @@ def main(site: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(*sys.argv[1:] or ["site"]))
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "site"))

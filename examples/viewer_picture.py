@@ -86,10 +86,10 @@ def our_frames(frames: list[dict]) -> Iterator[dict]:
             yield frame | {"filename": name}
 
 
-def from_file(d3: Path) -> str:
+def as_module(d3: Path) -> str:
     """d3 as the module that the viewer imports it as."""
     script = d3.read_text(encoding="utf-8")
-    names = {*re.findall(r"^exports\.(\w+) = ", script, re.MULTILINE)} - {"window"}
+    names = set(re.findall(r"^exports\.(\w+) = ", script, re.MULTILINE)) - {"window"}
     return f"{script}\nexport const {{{', '.join(sorted(names))}}} = globalThis.d3;\n"
 
 
@@ -100,7 +100,7 @@ def show_snapshot(
     path = folder / "viewer.html"
     path.write_text(page_of(snapshot, viewer))
     if d3:
-        script = from_file(d3)
+        script = as_module(d3)
         headers = {"Access-Control-Allow-Origin": "*"}
 
         def answer(route: Route) -> None:

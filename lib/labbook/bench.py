@@ -50,7 +50,8 @@ class Step:
     run: one step; it is passed what `prepare` returned, or nothing where there is no `prepare`.
     prepare: run before each step, outside the measured time.
     compiled: something in it goes through torch.compile: it starts from empty caches and has `compile_s`.
-    cold: the L2 cache is flushed before each repetition, and gradients of the tensors in `clear` are dropped.
+    cold: the L2 cache is flushed before each repetition, and gradients of the tensors in `clear` are dropped;
+        `prepare`, `compiled` and the numbers of steps are not used then. Over ranks neither of the two is.
     also: more steps, each by the value column that its median becomes: `{"no_comm_ms": step}`. They are timed
         after `run`, in that order, with fewer repetitions; over ranks the slowest counts for them too. A
         function stands for a step that only runs it; one that ran out of memory leaves its column empty.
@@ -151,7 +152,7 @@ def measure(
     by_start = groupby(for_ranks, key=lambda group: (group[0]["world_size"], group[0]["backend"]))
     for (world_size, backend), groups in by_start:
         start = partial(stream, _on_rank, world_size, backend=backend, timeout_s=TIMEOUT_S)
-        yield from _over_ranks(list(groups), sweep, start)
+        yield from _over_ranks(groups, sweep, start)
 
 
 class _Sweep(NamedTuple):
@@ -201,7 +202,8 @@ def _attempt(function, device, errors):
         if isinstance(error, NotImplementedError) and not error.args:
             raise  # a learner's stub: what is not written yet has no result
         return None, Timing(status="error", reason=timing.one_line(error))
-    return result, Timing(status="oom", reason=reason) if reason else None
+    failure = Timing(status="oom", reason=reason) if reason else None
+    return result, failure
 
 
 def _timed(case, steps, counts, context=None):
@@ -233,10 +235,11 @@ def _refuse_impossible_peak(case, peak_mib, least_bytes):
 
 def _over_ranks(groups, sweep, start):
     """Start the processes, and again for what is left whenever a rank ran out of memory."""
-    while groups:
+    waiting = list(groups)
+    while waiting:
         try:
-            for rows in start(groups, sweep):
-                groups = groups[1:]
+            for rows in start(list(waiting), sweep):
+                waiting.pop(0)
                 yield rows
             return
         except RuntimeError as error:
@@ -244,8 +247,7 @@ def _over_ranks(groups, sweep, start):
             if not timing.is_out_of_memory(cause):
                 raise
         # What rank 0 had not sent when a rank ended.
-        yield [_row(case, Timing(status="oom", reason=cause[:200])) for case in groups[0]]
-        groups = groups[1:]
+        yield [_row(case, Timing(status="oom", reason=cause[:200])) for case in waiting.pop(0)]
 
 
 def _on_rank(context, groups, sweep):

@@ -30,6 +30,7 @@ from labbook.project import project
 _SAVES = ("measure", "save", "save_rows")
 _MUTATORS = re.compile("add|append|clear|extend|insert|pop|remove|setdefault|sort|update")
 _LOOKS_UP = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
+_MAGICS = ("run_line_magic", "run_cell_magic")
 _DOCUMENTED = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 # Of a dumped tree: what some versions of Python print and others leave out.
 _OPTIONAL = re.compile(r"\w+=(\[\]|Load\(\))|, ")
@@ -188,13 +189,9 @@ def statements(source: str) -> list[Statement]:
     with suppress(SyntaxError):
         for node in ast.parse(TransformerManager().transform_cell(source)).body:
             match node:
-                case ast.Expr(
-                    ast.Call(
-                        ast.Attribute(attr="run_line_magic" | "run_cell_magic"),
-                        [*_, ast.Constant(timed)],
-                    )
-                ):
-                    parsed += statements(timed)
+                case ast.Expr(ast.Call(ast.Attribute(attr=name), arguments)) if name in _MAGICS:
+                    # The name of a magic, its options, its code.
+                    parsed += statements(arguments[-1].value)
                 case ast.Import(names) | ast.ImportFrom(names=names):
                     # The same import again, of one name at a time.
                     for alias in names:
@@ -211,18 +208,18 @@ def _read(node):
     bytecode = compile(tree, "code", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     looks_up, binds = _names(bytecode)
     changes = _changes(tree)
-    match node:
-        case ast.FunctionDef() | ast.ClassDef():
-            # It changes nothing before it is called.
-            changes = set()
-        case ast.Assign() | ast.AnnAssign() | ast.Import() | ast.ImportFrom():
-            pass
-        case _:
-            # What a loop or a branch binds may be bound, or not.
-            changes |= binds
-            binds = set()
-    # The text comes last, for the tree is changed.
-    return Statement(_imports(tree), looks_up, binds, changes, _tables(tree), normalised(tree))
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        # It changes nothing before it is called.
+        changes = set()
+    elif not isinstance(node, ast.Assign | ast.AnnAssign | ast.Import | ast.ImportFrom):
+        # What a loop or a branch binds may be bound, or not.
+        changes |= binds
+        binds = set()
+    imports = _imports(tree)
+    tables = _tables(tree)
+    # Last, for it changes the tree.
+    text = normalised(tree)
+    return Statement(imports, looks_up, binds, changes, tables, text)
 
 
 def _tables(tree):
@@ -263,22 +260,22 @@ def _names(bytecode, bound=frozenset()):
     """
     looks_up = set()
     binds = set()
-    for step in dis.get_instructions(bytecode):
-        name = step.argval
-        if isinstance(name, CodeType):
+    for instruction in dis.get_instructions(bytecode):
+        operand = instruction.argval
+        if isinstance(operand, CodeType):
             # A function or a class: what it binds is its own.
-            inner, _ = _names(name, bound | binds)
+            inner, _ = _names(operand, bound | binds)
             looks_up |= inner
-        elif step.opname in _LOOKS_UP and name not in bound | binds:
-            looks_up.add(name)
-        elif step.opname == "STORE_NAME":
-            binds.add(name)
+        elif instruction.opname in _LOOKS_UP and operand not in bound | binds:
+            looks_up.add(operand)
+        elif instruction.opname == "STORE_NAME":
+            binds.add(operand)
     return looks_up, binds
 
 
-def _needed(before):
+def _needed(executed):
     """The places of the last statement and of all that bind what it uses, and so on."""
-    last = len(before) - 1
+    last = len(executed) - 1
     needed = set()
     waiting = [last]
     while waiting:
@@ -286,10 +283,10 @@ def _needed(before):
         if place in needed:
             continue
         needed.add(place)
-        for name in before[place].looks_up:
-            waiting += _binders(before[:place], name)
+        for name in executed[place].looks_up:
+            waiting += _binders(executed[:place], name)
             # A function looks its names up when it is called.
-            waiting += _binders(before[:last], name)
+            waiting += _binders(executed[:last], name)
     return needed
 
 
@@ -322,14 +319,11 @@ def _path(name):
     if folder is None:
         return None
     place = folder.joinpath(*parts)
-    around = place.parent
-    files = (
-        place / "__init__.py",
-        place.with_suffix(".py"),
-        around / "__init__.py",
-        around.with_suffix(".py"),
-    )
-    return next(filter(Path.is_file, files), None)
+    for module in (place, place.parent):
+        for file in (module / "__init__.py", module.with_suffix(".py")):
+            if file.is_file():
+                return file
+    return None
 
 
 @cache

@@ -33,15 +33,24 @@ def measurements(slug: str, machines: Iterable[str]) -> Iterator[Measurement]:
         for (table, name), row_count in run_counts(slug, machine).items():
             run = load_run(machine, name)
             now = code.of_table(path, table)
-            part = [name for name in run.code if name in now or f" {table}" in name]
+            # The name of a cell lists its tables.
+            part = [place for place in run.code if place in now or f" {table}" in place]
             # No cell names a table whose rows come with another's: all of the run's code counts.
-            before = {name: run.code[name] for name in part or run.code}
+            before = {place: run.code[place] for place in part or run.code}
             changed = code.changed(before, now or code.of_notebook(path))
-            yield Measurement(path.stem, machine, table, row_count, run, before, changed)
+            yield Measurement(
+                path.stem,
+                machine,
+                table,
+                row_count,
+                run,
+                before,
+                changed,
+            )
 
 
-def measured(rows: pd.DataFrame, keys: Iterable[str], steps: int) -> Callable:
-    """Tells of a case whether one of the rows has it, so that it need not be measured again."""
+def matcher(rows: pd.DataFrame, keys: Iterable[str], steps: int) -> Callable:
+    """Makes what tells of a case whether one of the rows has it, so that it need not be measured again."""
     rows = rows.query("status == 'ok'")  # memory may be free now, a compiler installed
     if "steps" in rows:
         rows = rows[rows["steps"].fillna(steps) >= steps]
@@ -60,10 +69,7 @@ def rows_of(now: Mapping[str, str], rows: pd.DataFrame, machine: str) -> pd.Data
         return rows[:0]
     # Cards of one name and another memory or socket share a folder.
     here = versions() | {"gpu": gpu_of(machine)}
-    runs = []
-    for name in rows["run"].unique():
-        run = load_run(machine, name)
-        was_here = here.items() <= vars(run).items()
-        if was_here and not code.changed(now, run.code):
-            runs.append(name)
-    return rows[rows["run"].isin(runs)]
+    runs = [load_run(machine, name) for name in rows["run"].unique()]
+    was_here = [run for run in runs if here.items() <= vars(run).items()]
+    of_now = [run.run for run in was_here if not code.changed(now, run.code)]
+    return rows[rows["run"].isin(of_now)]

@@ -3,7 +3,7 @@
 import io
 import textwrap
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import cached_property, wraps
 from typing import NamedTuple
 
 import numpy as np
@@ -35,24 +35,22 @@ class Chart(Figure):
     """A figure outside pyplot: a cell that ends with it shows one PNG, the same that is saved."""
 
     title = ""
-    _png = b""
 
+    @cached_property
     def png(self) -> bytes:
         """The picture in 256 colours, without date or version: the same for equal rows. Drawn once."""
-        if not self._png:
-            canvas = FigureCanvasAgg(self)
-            with in_style():
-                canvas.draw()
-            picture = Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
-            picture = picture.quantize(256, dither=Image.Dither.NONE)
-            buffer = io.BytesIO()
-            picture.save(buffer, "png", dpi=(self.dpi, self.dpi), optimize=True)
-            self._png = buffer.getvalue()
-        return self._png
+        canvas = FigureCanvasAgg(self)
+        with in_style():
+            canvas.draw()
+        picture = Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
+        picture = picture.quantize(256, dither=Image.Dither.NONE)
+        buffer = io.BytesIO()
+        picture.save(buffer, "png", dpi=(self.dpi, self.dpi), optimize=True)
+        return buffer.getvalue()
 
     def _ipython_display_(self):
         # The text stands for the picture where notebooks are compared: it says nothing that could change.
-        bundle = {"image/png": self.png(), "text/plain": "<figure>"}
+        bundle = {"image/png": self.png, "text/plain": "<figure>"}
         metadata = {"image/png": {"width": _SHOWN_WIDTH, "alt": self.title}}
         display.display(bundle, raw=True, metadata=metadata)
 
@@ -106,7 +104,7 @@ def _with_header(chart, handles, title, subtitle):
     panels = chart.get_figheight()
     heading = _heading(chart, title, 84, **_TITLE)
     subheading = _heading(chart, subtitle, 117, **_SUBTITLE)
-    legend = _legend(chart, handles) if handles else None
+    legend = _legend(chart, handles)
     # Inches from the upper edge to the top of each part.
     below_heading = _EDGE + _TITLE_LINE * len(heading.get_text().splitlines())
     subheading_lines = subheading.get_text().splitlines()
@@ -135,7 +133,7 @@ def _heading(chart, text, columns, **font):
 
 
 def _legend(chart, handles):
-    """One line of legend; more lines when it would run off the figure."""
+    """One line of legend; more lines when it would run off the figure; None without entries."""
     for columns in range(len(handles), 0, -1):
         legend = chart.legend(handles=handles, ncols=columns)
         legend.set_in_layout(False)

@@ -163,7 +163,7 @@ def ordered(values: Iterable[Hashable], column: str | None = None) -> list:
     if any(map(pd.isna, distinct)):
         raise ValueError(f"a row has no {column}; drop it, or fill it in")
     if family := family_of(distinct, column):
-        order = [named.label for named in family.values()]
+        order = list(family)  # labels before values
 
         def place(value):
             return order.index(family[value].label) if value in family else len(order)

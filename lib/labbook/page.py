@@ -23,7 +23,14 @@ from labbook.runs import Run
 from labbook.schema import columns_of
 from labbook.tables import row_lines, show, show_html
 
-_freeze_once = cache(gc.freeze)
+
+@cache
+def _prepare_process():
+    """What the process of a notebook needs once, for all its pages."""
+    # What was imported stays: each collection between cases would walk all of it.
+    gc.freeze()
+    if shell := get_ipython():
+        shell.observe(_end_soon, "exit_now")
 
 
 def _end_soon(_):
@@ -51,15 +58,12 @@ class Page:
 
     def __init__(self, slug: str, parameters: Mapping) -> None:
         check_parameters(slug, parameters)
-        # What was imported stays: each collection between cases would walk all of it.
-        _freeze_once()
+        _prepare_process()
         self.slug = slug
         self.device = parameters.get("device", "auto")
         is_several = slug in project().several
         if is_several:
             ranks.preload()
-        if shell := get_ipython():
-            shell.observe(_end_soon, "exit_now")
         self.card = machine_card(self.device, is_several)
         self.reference = parameters.get("reference") or project().reference or self.card.slug
         self.reference_card = load_card(self.reference)
@@ -126,10 +130,9 @@ class Page:
         was interrupted continues; with $LABBOOK_AGAIN set none is.
         """
         cases = list(cases)
-        saved = self.on_record(table)
-        is_measured = evidence.measured(saved, columns_of(table).keys, options.get("steps", 0))
-        options |= {"kept": is_measured, "device": self.device}
-        for rows in bench.measure(cases, setup, **options):
+        keys = columns_of(table).keys
+        is_measured = evidence.matcher(self.on_record(table), keys, options.get("steps", 0))
+        for rows in bench.measure(cases, setup, kept=is_measured, device=self.device, **options):
             # Rows of other tables first: with its own row on record a case is not measured again.
             for row in rows:
                 for other_table, other_rows in row.pop("tables", {}).items():
@@ -149,7 +152,7 @@ class Page:
         here: not of the reference's rows, but of this machine's, or of values computed on the spot.
         """
         machine = self.card.slug if here else self.reference
-        write_atomically(figures_dir() / machine / self.slug / f"{stem}.png", figure.png())
+        write_atomically(figures_dir() / machine / self.slug / f"{stem}.png", figure.png)
         return figure
 
     def here(self, text: str = "") -> None:

@@ -73,15 +73,15 @@ def lines(
     if not logy and frame[y].min() >= 0:
         panels[0][0].set_ylim(bottom=0)
     legend = _legend(colors, hue, partial(Line2D, [], [], marker="o"))
-    if _named_at_ends(panels, legend):
+    if _write_names(panels, legend):
         legend = []
     if has_band:
         legend.append(Patch(color=SILVER, label="band: 20th to 80th percentile"))
     return Drawing(chart, legend, column_label(x), column_label(y))
 
 
-def _named_at_ends(panels, legend):
-    """Write the names of lines at their ends, in the last panel that has all; whether there is room."""
+def _write_names(panels, legend):
+    """Write the names of lines at their ends, in the last panel that has all; whether there was room."""
     whole = [axes for axes, _ in panels if len(axes.lines) == len(legend)]
     if not whole:
         return False
@@ -143,6 +143,7 @@ def _mark_failures(panels, y, colors):
         failures = rows[rows[y].isna() & rows["status"].isin(STATUS_LABELS)]
         for x, of_place in failures.groupby("_x"):
             for line, row in enumerate(of_place.to_dict("records")):
+                # In a line of its own, below those before it.
                 axes.text(
                     x,
                     1,
@@ -234,24 +235,22 @@ def stacked_bars(
         heights = rows.pivot_table(y, x, part, "sum")
         heights = heights.reindex(groups, columns=list(colors)).fillna(0)
         totals = heights.sum(axis=1)
-        shares.append(heights.div(totals, axis=0).fillna(0))
-        if share:
-            heights = 100 * shares[-1]
-        _draw_groups(axes, heights, colors, stacked=True)
+        of_panel = heights.div(totals, axis=0).fillna(0)
+        shares.append(of_panel)
+        _draw_groups(axes, 100 * of_panel if share else heights, colors, stacked=True)
         if share:
             _write_percentages(axes)
         texts = [quantity(total, y) if total else "" for total in totals]
         axes.bar_label(axes.containers[-1], texts, padding=3, size=8.5)
         axes.margins(y=0.1)
-    if share:
-        panels[0][0].yaxis.set_major_formatter("{x:.0f} %")
     ylabel = "share of time" if share else column_label(y)
     legend = _legend(_visible(colors, pd.concat(shares).max()), part)
     return Drawing(chart, legend, column_label(x), ylabel)
 
 
 def _write_percentages(axes):
-    """Into the boxes that are high enough for a number."""
+    """At the axis, and into the boxes that are high enough for a number."""
+    axes.yaxis.set_major_formatter("{x:.0f} %")
     for boxes in axes.containers:
         axes.bar_label(
             boxes,

@@ -78,5 +78,6 @@ def _read():
     """The release's name, its commit and date, and its hashes."""
     first, *lines = _path().read_text(encoding="utf-8").splitlines()
     name, _, commit_and_date = first.partition(" ")
+    # A line has the hash first.
     hashes = dict(reversed(line.split(" ", 1)) for line in lines)
     return name, commit_and_date, hashes

@@ -12,7 +12,6 @@ import numbers
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -35,7 +34,7 @@ class RowError(ValueError):
     """A row, or a file of rows, that does not fit its table."""
 
 
-def save_rows(rows: Iterable[Mapping], slug: str, table: str, machine: str, run: runs.Run) -> Path:
+def save_rows(rows: Iterable[Mapping], slug: str, table: str, machine: str, run: runs.Run) -> None:
     """Save rows into `figures/<machine>/<slug>/<table>.csv`: each replaces the one that has its key.
 
     In a table with groups they replace all rows of their group.
@@ -52,7 +51,7 @@ def save_rows(rows: Iterable[Mapping], slug: str, table: str, machine: str, run:
     path = figures_dir() / machine / slug / f"{table}.csv"
     batch = _checked(rows, columns, path)
     if not batch:
-        return path
+        return
     make_folder(path.parent)
     with locked(path.parent.parent):
         before = _read(path)
@@ -61,7 +60,6 @@ def save_rows(rows: Iterable[Mapping], slug: str, table: str, machine: str, run:
         after = _upserted(before, [row | {"run": run.name} for row in batch], columns)
         write_atomically(path, after.to_csv(index=False, lineterminator="\n"))
         runs.remove_unused(machine, set(before["run"]) - set(after["run"]) - {""})
-    return path
 
 
 def _checked(records, columns, path):
@@ -217,7 +215,8 @@ def _lines(path, columns):
     text = io.StringIO(path.read_bytes().decode(), newline="")
     header, *lines = csv.reader(text, strict=True)
     names = set(header)
-    if not set(columns.keys) <= names <= set(columns.types) or len(names) < len(header):
+    are_known = set(columns.keys) <= names <= set(columns.types)
+    if not are_known or len(names) < len(header):
         raise ValueError(
             f"line 1 has the columns {', '.join(header)}; allowed: {', '.join(columns.types)}"
         )

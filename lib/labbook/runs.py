@@ -104,7 +104,7 @@ def _settings():
 def load_run(machine: str, name: str) -> Record:
     """What is known of a run, which may be nothing. Raises ValueError: its file is damaged."""
     path = find(machine, "runs", f"{name}.json")
-    record = Record(name, "", machine, "", "", "")
+    record = Record(name, "", machine, "", "", "")  # nothing else is known of it
     if path.exists():
         record = read_record(path, Record)
     record.code = record.code or _UNKNOWN
@@ -140,7 +140,7 @@ def git_commit(repository: Path) -> str:
 def _git(repository, *arguments):
     # A git hook names its own repository there.
     environment = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
-    done = subprocess.run(
+    completed = subprocess.run(
         ("git", "-C", str(repository)) + arguments,
         env=environment,
         capture_output=True,
@@ -148,4 +148,4 @@ def _git(repository, *arguments):
         check=True,
         timeout=10,
     )
-    return done.stdout.strip()
+    return completed.stdout.strip()

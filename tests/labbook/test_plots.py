@@ -59,7 +59,7 @@ def test_a_cell_shows_a_small_picture_once(shares, monkeypatch):
     monkeypatch.setattr("IPython.display.display", display)
     chart = stacked_bars(shares, "context_length", title="Shares", share=True, facet="range")
     chart._ipython_display_()
-    png = chart.png()
+    png = chart.png
     assert len(png) < 150_000
     display.assert_called_once()
     (bundle,) = display.call_args.args
@@ -181,7 +181,7 @@ def test_a_picture_does_not_follow_the_users_style(rows):
     plain = lines(rows, **BY_CONTEXT)
     with mpl.style.context(["dark_background", {"font.family": "serif"}]):
         again = lines(rows, **BY_CONTEXT)
-        assert again.png() == plain.png()
+        assert again.png == plain.png
 
 
 def test_zeros_are_in_the_picture():

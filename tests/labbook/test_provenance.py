@@ -70,16 +70,17 @@ def test_rows_are_not_repeated_when_todays_code_measured_them(monkeypatch):
     save("b", runs.Run(SLUG, MACHINE, executed=lambda: CODE | {"cs336_systems/model.py": "older"}))
     save("c", runs.Run(SLUG, MACHINE))
     rows = load_rows(SLUG, MACHINE, TABLE)
-    assert evidence.rows_of(CODE, rows, MACHINE)["accumulation"].tolist() == ["a"]
-    assert evidence.rows_of({"cs336_systems/model.py": "def"}, rows, MACHINE)[
-        "accumulation"
-    ].tolist() == ["a"]
-    assert evidence.rows_of({}, rows, MACHINE).empty
+
+    def of_code(code):
+        return evidence.rows_of(code, rows, MACHINE)["accumulation"].tolist()
+
+    assert of_code(CODE) == of_code({"cs336_systems/model.py": "def"}) == ["a"]
+    assert of_code({}) == []
     with monkeypatch.context() as patch:
         patch.setattr(evidence, "versions", lambda: {"triton": "99"})
-        assert evidence.rows_of(CODE, rows, MACHINE).empty
+        assert of_code(CODE) == []
     monkeypatch.setattr(evidence, "gpu_of", lambda _: "the same with more memory")
-    assert evidence.rows_of(CODE, rows, MACHINE).empty
+    assert of_code(CODE) == []
 
 
 def test_a_damaged_run_is_said_in_a_sentence(figures):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from labbook.files import find
 from labbook.project import project, read_yaml
 from labbook.rows import RowError, load_rows, save_rows
 from labbook.runs import Run
@@ -42,7 +43,8 @@ def kernel(name="gemm", ms=1.0, profiler="nsys", **columns):
 
 
 def save(*rows, table=TABLE, machine=MACHINE):
-    return save_rows(rows, SLUG, table, machine, RUN)
+    save_rows(rows, SLUG, table, machine, RUN)
+    return find(machine, SLUG, f"{table}.csv")
 
 
 def load(table=TABLE, machine=MACHINE):

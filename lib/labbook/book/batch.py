@@ -73,7 +73,7 @@ def jobs(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
     """
     by_notebook = notebooks.load_notebooks()
     entries = _chosen(profile, only, overrides, by_notebook)
-    overriding = dict(override.partition("=")[::2] for override in overrides)
+    overriding = dict(override.partition("=")[::2] for override in overrides)  # without the sign
     settable = {parameter for name, _ in entries for parameter in by_notebook[name]}
     for name in overriding.keys() - settable:
         raise BatchError(f"-p {name}: {unknown('parameter', name, sorted(settable))}")
@@ -134,12 +134,12 @@ def estimated_s(job: Job, at_once: int) -> float:
     have at once.
     """
     pattern = f"runs/*-{job.notebook.stem[3:]}-*.json"
-    here = figures_dir().glob(f"*/{pattern}")
     paths = []
     # What a GPU takes for another machine's defaults says nothing here.
     if job.parameters:
         paths += sorted(project().figures.glob(f"{project().reference}*/{pattern}"))
-    paths += sorted(path for path in here if path.parts[-3] not in project().committed)
+    here = sorted(figures_dir().glob(f"*/{pattern}"))
+    paths += [path for path in here if path.parts[-3] not in project().committed]
     for path in reversed(paths):
         record = read_record(path, Record)
         if job.parameters.items() <= record.parameters.items():

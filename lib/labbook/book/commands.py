@@ -81,14 +81,14 @@ def _run(options):
     at_once = min(4, 1 + core_count() // 4) if needed else min(2, core_count())
     if options.dry_run:
         return _print_plan(jobs, at_once)
+    if options.cluster and not options.job:
+        return _run_on_slurm(jobs, profile, options)
     if options.job:
         by_name = {job.name: job for job in jobs}
         if options.job not in by_name:
             raise notebooks.BatchError(notebooks.unknown("job", options.job, by_name))
         jobs = [by_name[options.job]]
-        needed = min(needed, 1)
-    elif options.cluster:
-        return _run_on_slurm(jobs, profile, options)
+        needed = min(needed, 1)  # Slurm gives it as many as it has ranks
     if gpus < needed:
         raise notebooks.BatchError(f"profile {profile!r} needs {needed} GPUs, here: {gpus}")
     return _run_here(jobs, needed, at_once, options)
@@ -97,7 +97,8 @@ def _run(options):
 def _print_plan(jobs, at_once):
     seconds = [batch.estimated_s(job, at_once) for job in jobs]
     for job, job_s in zip(jobs, seconds, strict=True):
-        print(f"{job_s:6.0f} s  {job.notebook.stem} {job.line()}".replace("nan", "  ?"))
+        estimate = f"{job_s:6.0f} s".replace("nan", "  ?")
+        print(f"{estimate}  {job.notebook.stem} {job.line()}")
     print(f"{np.nansum(seconds):6.0f} s  for those that are known")
 
 
@@ -108,8 +109,8 @@ def _run_here(jobs, gpus, at_once, options):
     # In a process of its own: one that has touched CUDA holds GPU memory until it ends.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         if gpus > 1:  # processes that share GPUs have a card of their own
-            pool.submit(machine_card, "auto", True, options.remeasure_card).result()
-        card = pool.submit(machine_card, "auto", False, options.remeasure_card).result()
+            pool.submit(machine_card, several=True, anew=options.remeasure_card).result()
+        card = pool.submit(machine_card, anew=options.remeasure_card).result()
     print(card.line())
     make_folder(figures_dir() / card.slug)  # what cannot be kept is not measured
     folder = options.output.resolve() / card.slug
@@ -160,7 +161,7 @@ def _notebooks(options):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     names = options.names
     if names:  # those that show what the others found show what these found
-        names += notebooks.book("last")
+        names = names + notebooks.book("last")
     with TemporaryDirectory() as scratch:
         os.environ["LABBOOK_FIGURES"] = scratch  # outputs show committed rows and this run alone
         return _any_failed([_renew(path) for path in _paths(names)])

@@ -14,6 +14,7 @@ from IPython import display
 from nbformat import NotebookNode
 from PIL import Image
 
+from labbook.answers import show_markdown
 from labbook.book import notebooks
 from labbook.book.tidy import HEADLINE, IN_SHORT
 
@@ -86,8 +87,8 @@ def first_cell(notebook: NotebookNode) -> dict[str, str]:
     end = rf"(?=\n\s*\n|\s\*More:|\s(?:{marks})|$)"
     texts = {}
     for mark in MARKS:
-        found = re.findall(f"{re.escape(mark)}(.+?){end}", source, re.DOTALL)
-        texts[mark] = " ".join("".join(found[:1]).split())
+        matches = re.findall(f"{re.escape(mark)}(.+?){end}", source, re.DOTALL)
+        texts[mark] = " ".join("".join(matches[:1]).split())
     return texts
 
 
@@ -145,14 +146,12 @@ def show_headline(entry: Entry) -> None:
     """Display what a notebook found: question, picture, answer. Nothing where there is no answer yet."""
     if not entry.headline:
         return
-    display.display(
-        display.Markdown(f"### [{entry.title}]({entry.name}.ipynb)\n\n*{entry.question}*")
-    )
+    show_markdown(f"### [{entry.title}]({entry.name}.ipynb)\n\n*{entry.question}*")
     if entry.picture:
         bundle = {"image/png": _small(entry.picture), "text/plain": "<figure>"}
         metadata = entry.picture.metadata.get("image/png", {}) | {"width": _SHOWN_WIDTH}
         display.display(bundle, raw=True, metadata={"image/png": metadata})
-    display.display(display.Markdown(entry.headline))
+    show_markdown(entry.headline)
 
 
 def _small(picture):

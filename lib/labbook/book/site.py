@@ -130,6 +130,7 @@ def _write_source(source, executed):
 
 def _write_pages(source, executed, is_run):
     paths = notebooks.paths(executed)
+    # What a link names leads to the first of several pages of one notebook.
     names = {path.stem.partition("-")[0]: path.stem for path in reversed(paths)}
     for path in paths:
         try:
@@ -242,8 +243,10 @@ def _fold(notebook, is_run):
     section = heading = ""
     for cell in notebook.cells:
         if cell.cell_type != "code":
-            for heading in re.findall("^##.*", cell.source, re.MULTILINE):
-                section = section if heading.startswith("###") else heading
+            for line in re.findall("^##.*", cell.source, re.MULTILINE):
+                heading = line
+                if not line.startswith("###"):
+                    section = line
             continue
         # Of a run, what its machine measured is what one reads.
         is_local = heading == "### This machine" and not is_run

@@ -75,7 +75,7 @@ class _Cluster(NamedTuple):
             return subprocess.Popen(command, stdout=file, stderr=file)
 
     def is_due(self, job):
-        """Whether a job is done and unchanged on no machine."""
+        """Whether a job has to run: where a machine has it done and unchanged, it has not."""
         return all(batch.reason_to_run(job, path.parent) for path in self.outcome_paths(job))
 
     def outcome_paths(self, job):

@@ -35,7 +35,6 @@ CATEGORIES = [
 ]
 
 Owners = dict[int, tuple[str, int]]  # address of a storage: its category and its bytes
-_TIMES = ["start_ns", "end_ns"]
 
 
 class MemoryHistory(NamedTuple):
@@ -124,11 +123,12 @@ def _change(event):
     """Time in microseconds, address, bytes (negative: freed), and code."""
     frames = map(itemgetter("filename", "line", "name"), event.get("frames", ()))
     size = _SIGNS[event["action"]] * event["size"]
-    return float(event["time_us"]), event["addr"], size, own_line(frames)
+    _, code = own_line(frames)
+    return float(event["time_us"]), event["addr"], size, code
 
 
 def _annotated_ranges(annotations):
-    """Our ranges: name, start_ns and end_ns, in microseconds; of one name the last opened ends first."""
+    """Our ranges: name, start, end, in microseconds; of one name the last opened ends first."""
     open_us = defaultdict(list)
     ranges = []
     for annotation in sorted(annotations, key=itemgetter("time_us")):
@@ -138,7 +138,7 @@ def _annotated_ranges(annotations):
             open_us[name].append(time_us)
         elif open_us[name] and not re.match(torch_trace.FOREIGN, name):
             ranges.append((name, open_us[name].pop(), time_us))
-    return pd.DataFrame(ranges, columns=["name"] + _TIMES)
+    return pd.DataFrame(ranges, columns=["name", "start", "end"])
 
 
 def _read_memory_trace(path, before, after):
@@ -154,7 +154,7 @@ def _read_memory_trace(path, before, after):
         if event.get("name") == "[memory]" and arguments["Device Type"] == 0:
             changes.append((float(event["ts"]), arguments["Addr"], arguments["Bytes"], ""))
     ranges = events.query("kind == 'range'")
-    ranges = ranges[["name"]].assign(**ranges[_TIMES] / 1000)
+    ranges = ranges[["name"]].assign(start=ranges.start_ns / 1000, end=ranges.end_ns / 1000)
     alive = {address: size for address, (_, size) in before.items()}
     return _history(changes, ranges, before, after, alive)
 
@@ -162,14 +162,14 @@ def _read_memory_trace(path, before, after):
 def _history(changes, ranges, before, after, alive):
     """Pair allocations with their frees, and find an owner for each.
 
-    changes: as `_change` gives them. ranges: as in a `Profile`, but in microseconds.
+    changes: as `_change` gives them. ranges: as `_annotated_ranges` does.
     before, after: owners when the recording began and ended.
     alive: bytes by address of what lived when the recording ended, or had lived before it.
     """
     allocations = _pairs(changes, alive)
-    launches = pd.DataFrame({"process": 0, "launch_ns": allocations.start_us})
-    paths, allocations["range"] = range_paths(ranges.assign(process=0), launches)
-    stages = ranges[~paths.str.contains("/", na=True)].sort_values("start_ns", ignore_index=True)
+    moments = pd.DataFrame({"process": 0, "at": allocations.start_us})
+    paths, allocations["range"] = range_paths(ranges.assign(process=0), moments)
+    stages = ranges[~paths.str.contains("/", na=True)].sort_values("start", ignore_index=True)
     stages = stages.set_axis(["name", "start_us", "end_us"], axis=1)
     allocations["category"] = _categories(allocations, stages, before, after)
     return MemoryHistory(allocations, stages)
@@ -178,13 +178,16 @@ def _history(changes, ranges, before, after, alive):
 def _pairs(changes, alive):
     """A row for each allocation, until what comes next at its address: that frees it."""
     changes = sorted(changes, key=itemgetter(0))
-    # What was there before: never mentioned, or mentioned first when it is freed.
-    older = alive | {address: -size for _, address, size, _ in reversed(changes)}
-    earlier = [(-np.inf, address, size, "") for address, size in older.items() if size > 0]
-    events = pd.DataFrame(
-        earlier + changes,
-        columns=["start_us", "address", "size_bytes", "code"],
-    )
+    first_sizes = {}
+    for _, address, size, _ in changes:
+        first_sizes.setdefault(address, size)
+    # What was there before is never mentioned, or freed before anything else.
+    earlier = [
+        (-np.inf, address, abs(size), "")
+        for address, size in (alive | first_sizes).items()
+        if address not in first_sizes or size < 0
+    ]
+    events = pd.DataFrame(earlier + changes, columns=["start_us", "address", "size_bytes", "code"])
     events["end_us"] = events.groupby("address").start_us.shift(-1, fill_value=np.inf)
     return events[events.size_bytes > 0].reset_index(drop=True)
 

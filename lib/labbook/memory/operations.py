@@ -35,7 +35,8 @@ def _register_flops(name, factor, query):
     packet = getattr(torch.ops.aten, name)
 
     def formula(*shapes, **_):
-        keys = ((1,) + shapes[query + 1])[-2]  # 1 of a vector
+        operand = shapes[query + 1]
+        keys = operand[-2] if len(operand) > 1 else 1
         return factor * shapes[query].numel() * keys
 
     if packet not in flop_registry:
@@ -133,9 +134,9 @@ def saved_for_backward(module: nn.Module, *inputs) -> pd.DataFrame:
         storage = tensor.untyped_storage()
         address = storage._cdata  # unlike data_ptr() also of meta tensors
         if address not in owned and address not in rows:
-            path, code = _running_module(paths)
-            # In a Function of ours none of PyTorch's is running: the line names it.
-            operation = running[-1] if running else code.partition(": ")[0].rpartition(" ")[2]
+            path, function, code = _running_module(paths)
+            # In a Function of ours none of PyTorch's is running.
+            operation = running[-1] if running else function
             rows[address] = (path, operation, code, storage.nbytes())
         return tensor.detach()  # as in `saved_bytes`
 
@@ -147,7 +148,7 @@ def saved_for_backward(module: nn.Module, *inputs) -> pd.DataFrame:
 
 
 def _running_module(paths):
-    """The path of the innermost module that is running, and the line of ours that runs in it.
+    """The path of the innermost module that is running; function and line of ours that run in it.
 
     By the stack, without hooks, which would send fused blocks another way. paths: of modules, by their id.
     """
@@ -157,21 +158,23 @@ def _running_module(paths):
         owner = id(frame.f_locals.get("self"))
         if owner in paths:
             break
-    return paths.get(owner, ""), own_line(stack)
+    function, code = own_line(stack)
+    return paths.get(owner, ""), function, code
 
 
-def own_line(stack: Iterable[tuple[str, int, str]]) -> str:
-    """The innermost line of the project in a stack: "attention/plain.py:37 plain_attention: return w @ v".
+def own_line(stack: Iterable[tuple[str, int, str]]) -> tuple[str, str]:
+    """The innermost function of the project in a stack, and its line; both "" where there is none.
 
-    "" where there is none, as in backward: autograd's threads run no Python of ours.
+    "plain_attention", "attention/plain.py:37 plain_attention: return w @ v". There is none in backward:
+    autograd's threads run no Python of ours.
 
     stack: file, line and function of each frame, the innermost first.
     """
     for file, line, function in stack:
         if ours := _ours().match(file):
             source = linecache.getline(file, line).strip()
-            return f"{ours[1]}:{line} {function}: {source}".removesuffix(": ")
-    return ""
+            return function, f"{ours[1]}:{line} {function}: {source}".removesuffix(": ")
+    return "", ""
 
 
 class Operation(NamedTuple):
@@ -228,11 +231,7 @@ def _bytes_moved(name, schema, args, kwargs, result):
     unread = {argument.name for argument in declared if argument.is_out}
     if _IGNORES_SELF.fullmatch(name):
         unread.add("self")
-    changed = {
-        argument.name
-        for argument in declared
-        if argument.alias_info and argument.alias_info.is_write
-    }
+    changed = {argument.name for argument in declared if argument.is_write}
     # Fused optimizers write gradients only to scale them.
     if values.get("grad_scale") is None:
         changed.discard("grads")

@@ -32,6 +32,8 @@ def profile_cases(
 ) -> Iterator[dict]:
     """Of each case its rows by table: what a profiler saw, or a status and the reason.
 
+    A case gets the column "profiler".
+
     program: warms a case up, and returns what is to be profiled.
     source: "torch" (torch.profiler, here), or "nsys": one process under Nsight Systems for all cases, which
         gets them and the program as a pickle.
@@ -41,8 +43,9 @@ def profile_cases(
     """
     runnable = []
     for case in cases:
+        case["profiler"] = source if source == "nsys" else f"torch {case.device.type}"
         if reason := skip(case):
-            yield _failed(case, source, "skipped", reason)
+            yield _failed(case, "skipped", reason)
         else:
             runnable.append(case)
     if runnable:
@@ -54,7 +57,7 @@ def profile_cases(
 def _under_torch(program, cases, stem, keep, scratch):
     trace = scratch / "trace.json.gz"
     for case in cases:
-        yield _rows(case, "torch", partial(_record_here, program, case, trace))
+        yield _rows(case, partial(_record_here, program, case, trace))
         if trace.exists() and keep(case):
             names = [f"-{case[name]}" for name in _NAMED if name in case]
             shutil.move(trace, f"{stem}{''.join(names)}.json.gz")
@@ -80,39 +83,34 @@ def _under_nsys(program, cases, stem, keep, scratch):
         reasons = json.loads((scratch / "cases.json").read_text())
     for number, (case, reason) in enumerate(zip(cases, reasons, strict=True)):
         if reason:
-            yield _failed(case, "nsys", "oom", reason)
+            yield _failed(case, "oom", reason)
         elif failure:
-            yield _failed(case, "nsys", "error", failure)
+            yield _failed(case, "error", failure)
         else:
-            yield _rows(case, "nsys", partial(within, profile, range_of(number)))
+            yield _rows(case, partial(within, profile, range_of(number)))
     report = scratch / "all.nsys-rep"
     if report.exists() and any(map(keep, cases)):
         shutil.move(report, f"{stem}.nsys-rep")
 
 
-def _rows(case, source, record):
+def _rows(case, record):
     """What is recorded, or why it could not be."""
     try:
         profile, reason = run_or_out_of_memory(record, case.device)
         if profile is None:
-            return _failed(case, source, "oom", reason)
+            return _failed(case, "oom", reason)
         ranges = range_table(profile).to_dict("records")
-        return _tables(case, source, kernel_rows(kernel_table(profile)), ranges)
+        return _tables(case, kernel_rows(kernel_table(profile)), ranges)
     except ProfileError as error:
-        return _failed(case, source, "error", str(error))
+        return _failed(case, "error", str(error))
     finally:
         release_memory(case.device)
 
 
-def _failed(case, source, status, reason):
+def _failed(case, status, reason):
     rows = [{"status": status, "reason": reason}]
-    return _tables(case, source, rows, rows)
+    return _tables(case, rows, rows)
 
 
-def _tables(case, source, kernels, ranges):
-    profiler = source if source == "nsys" else f"torch {case.device.type}"
-    columns = case | {"profiler": profiler}
-    return {
-        "kernels": [columns | row for row in kernels],
-        "ranges": [columns | row for row in ranges],
-    }
+def _tables(case, kernels, ranges):
+    return {"kernels": [case | row for row in kernels], "ranges": [case | row for row in ranges]}

@@ -30,7 +30,7 @@ def gather_times(
     backward_ns = marks.loc[["backward"]].min()
     rows = []
     for pass_, names in units.items():
-        # Forward is before backward begins.
+        # Of backward what begins with it or after, of forward all else: both are true, or neither.
         is_backward = pass_ == "backward"
         messages = gathers[(gathers.launch_ns >= backward_ns) == is_backward]
         pass_marks = marks[(marks >= backward_ns) == is_backward]

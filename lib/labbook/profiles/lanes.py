@@ -48,21 +48,18 @@ def step_lanes(profile: Profile) -> pd.DataFrame:
     _, kernels, _ = one_step(profile)
     lanes = np.where(kernels["class"] == "communication", "communication", "compute")
     spans = kernels.assign(lane=lanes, range=stages(kernels))
-    spans = spans.sort_values(_TIMES, ignore_index=True)
-    return spans[["lane", "range"] + _TIMES]
+    return spans.sort_values(_TIMES, ignore_index=True)[["lane", "range"] + _TIMES]
 
 
 def exposed(lanes: pd.DataFrame) -> pd.DataFrame:
     """The stretches with communication and no computing: start_ms and end_ms."""
     communication = covered(lanes[lanes.lane == "communication"])
     computing = covered(lanes[lanes.lane == "compute"])
-    # Each stretch of communication within each stretch without computing, if they meet.
-    start_ms = np.maximum.outer(
-        communication.start_ms.to_numpy(), np.append(-np.inf, computing.end_ms)
-    )
-    end_ms = np.minimum.outer(
-        communication.end_ms.to_numpy(), np.append(computing.start_ms, np.inf)
-    )
+    gap_start_ms = np.append(-np.inf, computing.end_ms)
+    gap_end_ms = np.append(computing.start_ms, np.inf)
+    # Each stretch of communication within each gap of computing, if they meet.
+    start_ms = np.maximum.outer(communication.start_ms.to_numpy(), gap_start_ms)
+    end_ms = np.minimum.outer(communication.end_ms.to_numpy(), gap_end_ms)
     meet = start_ms < end_ms
     return covered(pd.DataFrame({"start_ms": start_ms[meet], "end_ms": end_ms[meet]}))
 

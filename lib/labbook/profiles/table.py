@@ -22,6 +22,10 @@ _KEYS = [  # tell kernels of a table apart
     "stream",
     "kind",
 ]
+# Events by what they are, in the order in which they count at one time.
+_END = 0
+_START = 1
+_LAUNCH = 2
 _INTEGERS = dict.fromkeys(["process", "start_ns", "end_ns"], "int64")
 
 
@@ -55,16 +59,18 @@ class Profile:
                 "--trace=cuda,nvtx"
             )
         kernels = _with_launches(activities, self.calls)
-        self.ranges["range"], kernels["range"] = range_paths(self.ranges, kernels)
+        spans = self.ranges.rename(columns={"start_ns": "start", "end_ns": "end"})
+        moments = kernels[["process"]].assign(at=kernels.launch_ns)
+        self.ranges["range"], kernels["range"] = range_paths(spans, moments)
         classes = kernels.name.map(kernel_class)
         is_ordinary = classes.isin(["elementwise", "reduction", "copy/cast"])
         in_optimizer = kernels.range.str.contains(r"(?:^|/)optimizer\b")
         kernels["class"] = classes.mask(is_ordinary & in_optimizer, "optimizer")
-        self.kernels = kernels.assign(kernel=kernels.name.map(short_name))
+        self.kernels = kernels
 
 
 def _with_launches(activities, calls):
-    """What ran, with launch_ns and thread of the call that launched it.
+    """What ran, with a short name, and with launch_ns and thread of the call that launched it.
 
     That is the call of its process that carries its correlation; of several, one inside the other or long
     after, the last that began before it. An operator of a CPU launches itself.
@@ -74,8 +80,8 @@ def _with_launches(activities, calls):
     launches["launch_ns"] = launches.start_ns.astype("Int64")
     activities = activities.drop(columns="thread").sort_values("start_ns", kind="stable")
     activities = pd.merge_asof(activities, launches, on="start_ns", by=["process", "correlation"])
-    launch_ns = activities.launch_ns.fillna(activities.start_ns)
-    return activities.assign(launch_ns=launch_ns.astype("int64"))
+    launch_ns = activities.launch_ns.fillna(activities.start_ns).astype("int64")
+    return activities.assign(launch_ns=launch_ns, kernel=activities.name.map(short_name))
 
 
 def complete(events: pd.DataFrame, source: str) -> pd.DataFrame:
@@ -100,31 +106,30 @@ def complete(events: pd.DataFrame, source: str) -> pd.DataFrame:
 def range_paths(ranges: pd.DataFrame, launches: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
     """Path of the ranges open when each range begins, itself the last, and at each launch, on any thread.
 
-    By the index of the range, and of the launch.
+    By the index of the range, and of the launch. Times are in any unit, of one clock.
 
-    ranges: process, name, start_ns, end_ns.
-    launches: process, launch_ns.
+    ranges: process, name, start, end.
+    launches: process, at.
     """
-    spans = ranges[ranges.end_ns > ranges.start_ns]
-    ends = spans.assign(at=spans.end_ns, kind=0)
-    starts = spans.assign(at=spans.start_ns, kind=1)
-    moments = launches[["process"]].assign(at=launches.launch_ns, kind=2)
-    # At equal times: a range that ends, those that begin, the longest first, and what is launched.
-    events = pd.concat([ends, starts, moments]).sort_values(
-        ["at", "kind", "end_ns"], ascending=[True, True, False], kind="stable"
+    spans = ranges[ranges.end > ranges.start]
+    ends = spans.assign(at=spans.end, kind=_END)
+    starts = spans.assign(at=spans.start, kind=_START)
+    # Of ranges that begin at one time the longest is outside.
+    events = pd.concat([ends, starts, launches.assign(kind=_LAUNCH)]).sort_values(
+        ["at", "kind", "end"], ascending=[True, True, False], kind="stable"
     )
     open_ranges = defaultdict(dict)  # of each process, by index, in the order of their starts
     paths = []
     for event in events.itertuples():
         open_here = open_ranges[event.process]
-        if event.kind == 0:
+        if event.kind == _END:
             del open_here[event.Index]
-        elif event.kind == 1:
+        elif event.kind == _START:
             open_here[event.Index] = event.name.replace("/", ":")  # one part of a path
         paths.append("/".join(open_here.values()))
     events["path"] = paths
-    at_start = events.path[events.kind == 1]
-    at_launch = events.path[events.kind == 2]
+    at_start = events.path[events.kind == _START]
+    at_launch = events.path[events.kind == _LAUNCH]
     return at_start.reindex(ranges.index), at_launch
 
 
@@ -227,6 +232,7 @@ def _inside(profile, root):
 
 
 def _below(frame, root):
+    """The rows whose range is `root` or inside it, `range` their path from it on."""
     below = rf"(?:^|/)({re.escape(root.replace('/', ':'))}(?:/.*)?)$"
     paths = frame.range.str.extract(below)[0]
     return frame.assign(range=paths).dropna(subset="range")

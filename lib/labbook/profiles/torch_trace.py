@@ -24,9 +24,9 @@ _KINDS = {
 }
 _ON_GPU = ("kernel", "memcpy", "memset")
 # Of every event that is read: its fields, its arguments, and what the columns of a table call them.
-_FIELDS = ("cat", "name", "pid", "tid", "ts", "dur")
-_ARGUMENTS = ("correlation", "stream")
-_COLUMNS = ("kind", "name", "process", "thread", "start_ns", "end_ns") + _ARGUMENTS
+_FIELDS = ["cat", "name", "pid", "tid", "ts", "dur"]
+_ARGUMENTS = ["correlation", "stream"]
+_COLUMNS = ["kind", "name", "process", "thread", "start_ns", "duration_ns"] + _ARGUMENTS
 # Ranges that PyTorch opens by itself; a path is made of ours.
 FOREIGN = r"Optimizer\.|ProfilerStep|nccl:|gloo:|c10d|Torch-Compiled|DistributedDataParallel|## "
 # Operators that touch no data: views, allocations and autograd's own nodes. The host's work, and no kernels.
@@ -80,10 +80,10 @@ def load_trace(path: Path) -> tuple[list[dict], pd.DataFrame]:
     is_gloos = is_foreign & events.name.str.startswith("gloo:", na=False)
     events["kind"] = kinds.mask(is_foreign, "pytorch's").mask(is_gloos, "operator")
     # Durations are added as integers: since 1970 a float of microseconds is a multiple of 0.25.
-    for column in ("start_ns", "end_ns"):
+    for column in ("start_ns", "duration_ns"):
         times_us = pd.to_numeric(events[column], errors="coerce").astype(float)
         events[column] = (1000 * times_us).round().astype("Int64")
-    events["end_ns"] += events.start_ns
+    events["end_ns"] = events.start_ns + events.pop("duration_ns")
     return trace, complete(events, path.name)
 
 

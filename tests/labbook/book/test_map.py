@@ -28,7 +28,7 @@ the four sums is far off? Why?
 """
 FIGURE = 'figure = lines()\npage.figure(\n    figure, "name"\n)'
 POINTS = pd.DataFrame({"x": [1, 2], "y": [1, 2], "implementation": "plain"})
-PNG = lines(POINTS, "x", "y", "implementation").png()
+PNG = lines(POINTS, "x", "y", "implementation").png
 
 
 def code(source, *outputs, tagged=False):

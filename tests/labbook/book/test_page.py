@@ -60,8 +60,8 @@ def test_figures_lie_with_the_machine_whose_rows_they_show(page, tmp_path):
     figure = lines(page.reference_rows("accumulation"), "steps", "total", "accumulation")
     assert page.figure(figure, "one") is figure
     page.figure(figure, "two", here=True)
-    assert (tmp_path / "h200" / SLUG / "one.png").read_bytes() == figure.png()
-    assert (tmp_path / page.card.slug / SLUG / "two.png").read_bytes() == figure.png()
+    assert (tmp_path / "h200" / SLUG / "one.png").read_bytes() == figure.png
+    assert (tmp_path / page.card.slug / SLUG / "two.png").read_bytes() == figure.png
 
 
 SAVING = "from cs336_systems.training.steps import PASSES as choose\npage.save(choose(rows), 'accumulation')"

@@ -155,13 +155,13 @@ def test_memory_freed_in_the_step_but_older_than_it():
 
 
 def test_the_line_is_the_innermost_of_ours():
-    assert own_line([("/usr/torch/nn/module.py", 90, "forward")]) == own_line([]) == ""
+    assert own_line([("/usr/torch/nn/module.py", 90, "forward")]) == own_line([]) == ("", "")
     path, first = inspect.getsourcefile(ModelSteps), inspect.getsourcelines(ModelSteps)[1]
     recorder = (inspect.getsourcefile(own_line), 1, "labbook's")
     outer = ("/elsewhere/cs336_systems/gone.py", 90, "forward")
     text = f"training/steps.py:{first} m: class ModelSteps:"
-    assert own_line([recorder, (path, first, "m"), outer]) == text, "with its text"
-    assert own_line([outer]) == "gone.py:90 forward"
+    assert own_line([recorder, (path, first, "m"), outer]) == ("m", text), "with its text"
+    assert own_line([outer]) == ("forward", "gone.py:90 forward")
 
 
 def test_a_real_step_keeps_what_accounting_says(trained):
