@@ -53,7 +53,6 @@ WRONG = {
     },
     "my_attention": {
         "not scaled": [(" / q.shape[-1] ** 0.5", "")],
-        "no root": [(" ** 0.5", "")],
         "root of the number of keys": [("q.shape[-1]", "k.shape[-2]")],
         "contiguous heads": [("q @", "q.view(-1, *q.shape[-2:]).view(q.shape) @")],
         "always causal": [("if is_causal", "if True")],

@@ -156,6 +156,7 @@ WRONG = {
         ],
         "in the inputs' type": [("    o = o.float()\n", ""), ("do.float()", "do")],
         "the second of any dimensions": [("o, -1)", "o, 2)")],
+        "the mean": [("torch.sum", "torch.mean")],
     },
     "attention_backward": {
         "without D": [(" - delta(do, o)[..., None]", "")],
