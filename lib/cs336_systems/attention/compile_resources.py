@@ -66,7 +66,7 @@ def compile_tiles(work: Sequence[Job]) -> list[dict[str, Any]]:
     Raises:
         RuntimeError: a tile does not compile; the message ends with the compiler's.
     """
-    return _run_python(["-m", __spec__.name, json.dumps(work)])
+    return _run_python(["-m", __spec__.name, "--json", json.dumps(work)])
 
 
 def in_own_process(source: str, argument: Any) -> Any:
@@ -82,7 +82,7 @@ def in_own_process(source: str, argument: Any) -> Any:
         return _run_python([file.name, json.dumps(argument)])
 
 
-def _run_python(arguments: list[str]) -> Any:
+def _run_python(arguments):
     """What a Python without the interpreter of kernels prints as JSON."""
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     command = [sys.executable] + arguments
@@ -93,18 +93,18 @@ def _run_python(arguments: list[str]) -> Any:
 
 
 def main() -> None:
-    argument = json.loads((sys.argv[1:] or ["90"])[0])
-    # A number comes from a user, who reads lines; work from `compile_tiles`, which reads JSON.
-    if isinstance(argument, int):
-        print_tiles(argument)
-        return
-    # It raises where a compiler ends its process; a Pool would wait. Forked: importing torch takes seconds.
-    with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
-        rows_of_jobs = list(pool.map(compile_shipped, argument))
-    print(json.dumps([row for rows in rows_of_jobs for row in rows]))
+    match sys.argv[1:]:
+        case ["--json", work]:  # from `compile_tiles`
+            # It raises where a compiler ends its process; a Pool would wait. Forked: importing torch takes
+            # seconds.
+            with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
+                rows_of_jobs = list(pool.map(compile_shipped, json.loads(work)))
+            print(json.dumps([row for rows in rows_of_jobs for row in rows]))
+        case arguments:
+            print_tiles(*map(int, arguments))
 
 
-def print_tiles(capability: int) -> None:
+def print_tiles(capability: int = 90) -> None:
     """A line for each tile of heads of 64 and 128."""
     for dtype, d_head in itertools.product(("bfloat16", "tf32", "float32"), (64, 128)):
         kernels = tuning_for_capability(dtype, d_head, capability).tiles
@@ -147,26 +147,33 @@ def compiled_forms(
     tuning = tuning_for_capability(dtype, d_head, capability)
     # Without Gluon's kernels, which would run in place of others; but with this one.
     tuning = tuning.with_tiles(**(dict.fromkeys(GLUON_KERNELS) | {kernel: tile}))
-    masks = itertools.product((True, False), (0, 1)) if kernel in HOPPER_KERNELS else [(True, 0)]
-    depends_on_sms = kernel in tuning.splits or kernel == "hopper_forward"
-    sm_counts = (1, MANY_SMS) if depends_on_sms else (1,)
-    for (is_causal, odd), sm_count in itertools.product(masks, sm_counts):
-        # Whole tiles, or one row more. On the meta device: none of these numbers takes memory.
-        n = tile.block_m * tile.block_n + odd
+    for is_causal, rest, sm_count in _forms(kernel, tuning):
+        # On the meta device: none of these numbers takes memory.
+        n = tile.block_m * tile.block_n + rest
         x = torch.empty(16, n, d_head, dtype=tuning.dtype, device="meta")
-        rows = torch.empty(16, n, device="meta")
         layouts = [layout(x)] * (4 if kernel.endswith("forward") else 8)
         on_chip = replace(tuning, sm_count=sm_count)
         launch = Launcher(layouts, on_chip, is_causal, kernels=(kernel,)).launches[kernel]
-        tensors = dict.fromkeys(launch.tensor_names, x)
-        for name in launch.tensor_names:
-            if name in ROW_TENSORS:
-                tensors[name] = rows
-            elif name == "counter_ptr":
-                tensors[name] = rows.int()
-            elif kernel in BF16X3_KERNELS and name.endswith("_src"):
-                tensors[name] = x.bfloat16()
-        yield launch.compile(*tensors.values())
+        yield launch.compile(*(_argument(name, kernel, x) for name in launch.tensor_names))
+
+
+def _forms(kernel, tuning):
+    """Whether causal, rows beyond whole tiles, and on how many SMs."""
+    depends_on_sms = kernel in tuning.splits or kernel == "hopper_forward"
+    sm_counts = (1, MANY_SMS) if depends_on_sms else (1,)
+    masks = ((True, False), (0, 1)) if kernel in HOPPER_KERNELS else ((True,), (0,))
+    return itertools.product(*masks, sm_counts)
+
+
+def _argument(name, kernel, x):
+    """What a kernel gets for q, k, v or do like x: them, a number a row, or a counter."""
+    if name in ROW_TENSORS:
+        return x.float().sum(-1)
+    if name == "counter_ptr":
+        return x.sum(-1).int()
+    if kernel in BF16X3_KERNELS and name.endswith("_src"):
+        return x.bfloat16()
+    return x
 
 
 @dataclass
