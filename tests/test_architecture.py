@@ -52,7 +52,7 @@ def parsed(module: str) -> ast.Module:
 
 
 def without_functions(tree: ast.Module) -> ast.Module:
-    """What is executed while a module is imported."""
+    """What is executed while a module is imported; the tree is changed."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             node.body = [ast.Pass()]

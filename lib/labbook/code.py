@@ -30,7 +30,6 @@ from labbook.project import project
 _SAVES = ("measure", "save", "save_rows")
 _MUTATORS = re.compile("add|append|clear|extend|insert|pop|remove|setdefault|sort|update")
 _LOOKS_UP = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
-_MAGICS = ("run_line_magic", "run_cell_magic")
 _DOCUMENTED = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 # Of a dumped tree: what some versions of Python print and others leave out.
 _OPTIONAL = re.compile(r"\w+=(\[\]|Load\(\))|, ")
@@ -189,9 +188,14 @@ def statements(source: str) -> list[Statement]:
     with suppress(SyntaxError):
         for node in ast.parse(TransformerManager().transform_cell(source)).body:
             match node:
-                case ast.Expr(ast.Call(ast.Attribute(attr=name), arguments)) if name in _MAGICS:
-                    # The name of a magic, its options, its code.
-                    parsed += statements(arguments[-1].value)
+                # A magic: its name, its options, its code.
+                case ast.Expr(
+                    ast.Call(
+                        ast.Attribute(attr="run_line_magic" | "run_cell_magic"),
+                        [*_, ast.Constant(code)],
+                    )
+                ):
+                    parsed += statements(code)
                 case ast.Import(names) | ast.ImportFrom(names=names):
                     # The same import again, of one name at a time.
                     for alias in names:

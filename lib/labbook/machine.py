@@ -116,7 +116,7 @@ def gpu_of(slug: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of triton without importing it: the import settles for good whether kernels are interpreted."""
+    """By name; triton is not imported for it: that settles for good whether kernels are interpreted."""
     names = {"python": platform.python_version(), "torch": torch.__version__, "triton": "none"}
     with suppress(importlib.metadata.PackageNotFoundError):
         names["triton"] = importlib.metadata.version("triton")

@@ -73,7 +73,8 @@ def lines(
     if not logy and frame[y].min() >= 0:
         panels[0][0].set_ylim(bottom=0)
     legend = _legend(colors, hue, partial(Line2D, [], [], marker="o"))
-    if _write_names(panels, legend):
+    has_names = _write_names(panels, legend)
+    if has_names:
         legend = []
     if has_band:
         legend.append(Patch(color=SILVER, label="band: 20th to 80th percentile"))
@@ -171,6 +172,7 @@ def bars(
     """A group of bars for each x, a bar for each value of `hue`; above it its value, or why there is none."""
     require_one_row_each(frame, x, hue, facet)
     marked, colors = _with_hue(frame, hue)
+    # Without a number, the word for why there is none.
     status = frame["status"].map(STATUS_LABELS) if "status" in frame else labels.MISSING
     marked["_text"] = frame[y].map(significant).where(frame[y].notna(), status)
     groups = ordered(frame[x], x)
