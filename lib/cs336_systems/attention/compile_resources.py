@@ -92,7 +92,7 @@ def _run_python(arguments):
     return json.loads(run.stdout)
 
 
-def main() -> None:
+def main():
     match sys.argv[1:]:
         case ["--json", work]:  # from `compile_tiles`
             # It raises where a compiler ends its process; a Pool would wait. Forked: importing torch takes
@@ -104,7 +104,7 @@ def main() -> None:
             print_tiles(*map(int, arguments))
 
 
-def print_tiles(capability: int = 90) -> None:
+def print_tiles(capability: int = 90):
     """A line for each tile of heads of 64 and 128."""
     for dtype, d_head in itertools.product(("bfloat16", "tf32", "float32"), (64, 128)):
         kernels = tuning_for_capability(dtype, d_head, capability).tiles

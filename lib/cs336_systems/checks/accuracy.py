@@ -141,11 +141,16 @@ _SHAPES = ((64, 128), (37, 100), (1, 1500), (300, 1), (2, 3, 5, 33), (7,))
 
 
 def check_weighted_sum(
-    weighted_sum: Callable, *, dtype: torch.dtype = torch.float32, device: Device | None = None
+    weighted_sum: Callable,
+    *,
+    shapes=_SHAPES,
+    dtype: torch.dtype = torch.float32,
+    device: Device | None = None,
 ) -> pd.DataFrame:
     """Compare weighted_sum(x, w) of x (..., d) and w (d,), which returns (...), with float64.
 
     Args:
+        shapes: of x.
         device: None for the GPU when there is one.
 
     Returns:
@@ -158,7 +163,7 @@ def check_weighted_sum(
     random = partial(torch.randn, generator=generator, device=generator.device, dtype=dtype)
     reference = Reference(lambda x, w: (x * w).sum(-1), by_magnitude=True)
     lines = []
-    for shape in _SHAPES:
+    for shape in shapes:
         inputs = {
             "x": random(shape, requires_grad=True),
             "w": random(shape[-1:], requires_grad=True),
