@@ -99,7 +99,7 @@ class Page:
 
     def beside_published(
         self, table: str | pd.DataFrame, keys: Sequence[str], value: str, rows: pd.DataFrame
-    ) -> None:
+    ):
         """Show, folded, what reports measured beside the reference: theirs, ours, the ratio, their card.
 
         table: of `figures/published`, or rows of one with the columns of `rows`.
@@ -113,7 +113,7 @@ class Page:
         caption = f"Beside public reports: {column_label(value)}, theirs over ours"
         show(both, caption, folded=True)
 
-    def save(self, rows: Iterable[Mapping], table: str) -> None:
+    def save(self, rows: Iterable[Mapping], table: str):
         """Save rows as this machine's, and print what came out, a line for each that says something new."""
         rows = list(rows)
         save_rows(rows, self.slug, table, self.card.slug, self.run)
@@ -121,9 +121,7 @@ class Page:
         for line in row_lines(rows, table):
             self._print(line)
 
-    def measure(
-        self, table: str, cases: Iterable[bench.Case], setup: bench.Setup, **options
-    ) -> None:
+    def measure(self, table: str, cases: Iterable[bench.Case], setup: bench.Setup, **options):
         """Time each case on this machine and save its rows as they come; `options` as in `bench.measure`.
 
         A case whose row was measured by the code that now runs, with as many steps, is left out, so that what
@@ -152,10 +150,12 @@ class Page:
         here: not of the reference's rows, but of this machine's, or of values computed on the spot.
         """
         machine = self.card.slug if here else self.reference
-        write_atomically(figures_dir() / machine / self.slug / f"{stem}.png", figure.png)
+        # On the reference machine the picture of the reference stays.
+        if not here or machine != self.reference:
+            write_atomically(figures_dir() / machine / self.slug / f"{stem}.png", figure.png)
         return figure
 
-    def here(self, text: str = "") -> None:
+    def here(self, text: str = ""):
         """Say what this machine's rows answer, without claims; without a text, that it has none."""
         show_markdown(f"**{self.card.slug}:** {text or 'not measured here.'}")
 
