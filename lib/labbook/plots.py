@@ -73,8 +73,7 @@ def lines(
     if not logy and frame[y].min() >= 0:
         panels[0][0].set_ylim(bottom=0)
     legend = _legend(colors, hue, partial(Line2D, [], [], marker="o"))
-    has_names = _write_names(panels, legend)
-    if has_names:
+    if _write_names(panels, legend):
         legend = []
     if has_band:
         legend.append(Patch(color=SILVER, label="band: 20th to 80th percentile"))
@@ -184,9 +183,10 @@ def bars(
         heights = wide[y].reindex(columns=list(colors)).astype(float).fillna(0)
         texts = wide["_text"].reindex(columns=list(colors)).fillna("")
         _draw_groups(axes, heights, colors)
-        rotation = 90 if is_narrow else 0
         for boxes, value in zip(axes.containers, colors, strict=True):
-            axes.bar_label(boxes, texts[value], padding=3, size=8.5, rotation=rotation)
+            axes.bar_label(
+                boxes, texts[value], padding=3, size=8.5, rotation=90 if is_narrow else 0
+            )
         axes.margins(y=0.2 if is_narrow else 0.1)  # room for the labels
     return Drawing(chart, _legend(colors, hue), column_label(x), column_label(y))
 
@@ -285,28 +285,39 @@ def spans(
     frame = frame.query("end_ms > @start and start_ms < @end")
     lanes = ordered(frame[lane], lane)
     colors = palette(frame[color], color)
-    boxes = frame.eval("_length = end_ms - start_ms")
-    boxes["_place"] = frame[lane].map(lanes.index)
-    boxes["_half"] = frame[side].map(ordered(frame[side], side).index) if side else 0
-    boxes["_shade"] = frame[color].map(list(colors).index)
-    boxes["_named"] = frame[text].ne("") if text else False
-    height = (0.72 if side else 0.58) * max(len(lanes), 1.5) + 0.75
-    chart, panels = sheet(boxes, facet, height=height)
+    boxes = _with_boxes(frame, frame[lane].map(lanes.index), side, text)
+    lane_inches, height = (0.72, 0.4) if side else (0.58, 0.8)
+    chart, panels = sheet(boxes, facet, height=lane_inches * max(len(lanes), 1.5) + 0.75)
     for axes, rows in panels:
         axes.set_xlim(start, end)
         plain_numbers(axes.xaxis)
         _draw_lanes(axes, [value_label(value, lane) for value in lanes])
-        _draw_boxes(axes, rows, list(colors.values()), 0.4 if side else 0.8)
+        # In the order of the colours: what is exposed lies over what was hidden.
+        for value, shade in colors.items():
+            _draw_boxes(axes, rows[rows[color] == value], height, shade)
     chart.draw_without_rendering()  # only now it is known how much room there is
     for axes, rows in panels:
-        for row in rows[rows["_named"]].to_dict("records"):
+        for row in rows.query("_text != ''").to_dict("records"):
             ends = np.clip([row["start_ms"], row["end_ms"]], start, end)
-            _write_inside(axes, ends, row["_place"], row[text])
+            _write_inside(axes, ends, row["_top"] + height / 2, height, row["_text"])
     # A box in the lower half is drawn however short: it belongs into the legend.
-    seen = boxes["_length"].where(boxes["_half"] == 0, end - start)
-    shares = seen.groupby(frame[color]).sum() / (end - start)
-    legend = _legend(_visible(colors, shares), color)
-    return Drawing(chart, legend, "time since the step began (ms)")
+    duration = end - start
+    seen_ms = boxes["_length_ms"].mask(boxes["_is_lower"], duration)
+    shares = seen_ms.groupby(boxes[color]).sum() / duration
+    return Drawing(
+        chart, _legend(_visible(colors, shares), color), "time since the step began (ms)"
+    )
+
+
+def _with_boxes(frame, places, side, text):
+    """The rows with the place of their box, y growing downwards; `places`: of their lanes, 0 above."""
+    is_lower = frame[side] != ordered(frame[side], side)[0] if side else False
+    return frame.assign(
+        _length_ms=frame.eval("end_ms - start_ms"),
+        _top=places - 0.4 + 0.4 * is_lower,
+        _is_lower=is_lower,
+        _text=frame[text] if text else "",
+    )
 
 
 def _draw_lanes(axes, names):
@@ -319,26 +330,28 @@ def _draw_lanes(axes, names):
         axes.axhspan(place - 0.4, place + 0.4, color=ZONE, zorder=0.5)
 
 
-def _draw_boxes(axes, rows, shades, height):
-    """In the order of the colours: what is exposed lies over what was hidden."""
-    for (shade, place, half, named), boxes in rows.groupby(["_shade", "_place", "_half", "_named"]):
+def _draw_boxes(axes, rows, height, shade):
+    """Boxes of one colour; an outline is around those with a text, an edge around those in a lower half."""
+    for (top, is_lower, has_text), boxes in rows.groupby(
+        ["_top", "_is_lower", rows["_text"] != ""]
+    ):
         axes.broken_barh(
-            boxes[["start_ms", "_length"]].to_numpy(),
-            (place - 0.4 + 0.4 * half, height),
-            facecolor=shades[shade],
-            edgecolor=PAPER if named else shades[shade],
-            lw=0.6 if half or named else 0,
+            boxes[["start_ms", "_length_ms"]].to_numpy(),
+            (top, height),
+            facecolor=shade,
+            edgecolor=PAPER if has_text else shade,
+            lw=0.6 if is_lower or has_text else 0,
         )
 
 
-def _write_inside(axes, ends, place, text):
+def _write_inside(axes, ends, middle, height, text):
     """Write a text into its box the first way that fits: across, upright, upright on two lines."""
-    corners = axes.transData.transform([(ends[0], place + 0.4), (ends[1], place - 0.4)])
-    width, height = np.ptp(corners, axis=0)
+    corners = axes.transData.transform([(ends[0], 0), (ends[1], height)])
+    room = np.ptp(corners, axis=0)
     for words, size, rotation in (text, 8.5, 0), (text, 7, 90), (text.replace("_", "_\n"), 7, 90):
         label = axes.text(
             sum(ends) / 2,
-            place,
+            middle,
             words,
             size=size,
             rotation=rotation,
@@ -347,7 +360,6 @@ def _write_inside(axes, ends, place, text):
             path_effects=[_OUTLINE],
             zorder=3,
         )
-        extent = label.get_window_extent()
-        if extent.width < width and extent.height < height:
+        if (label.get_window_extent().size < room).all():
             return
         label.remove()
