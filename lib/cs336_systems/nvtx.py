@@ -64,6 +64,7 @@ def _hook_modules(model: nn.Module, hooks: ExitStack) -> None:
     for name, module in model.named_modules():  # a module comes before those inside it
         if not name or isinstance(module, nn.ModuleList | nn.ModuleDict):
             continue
+        # layers.3.attn lies in layers.3, the longest name that it begins with: its label is attn.
         parent = max((each for each in called if name.startswith(f"{each}.")), key=len, default="")
         called.append(name)
         label = name.removeprefix(f"{parent}.")
@@ -78,6 +79,7 @@ def _hook_modules(model: nn.Module, hooks: ExitStack) -> None:
             if not torch.compiler.is_compiling():
                 opened.pop().__exit__(None, None, None)
 
+        # training.fused asks: a module with these hooks alone still does what its class says.
         enter.only_observes = leave.only_observes = True
         hooks.callback(module.register_forward_pre_hook(enter).remove)
         # always_call: a forward that raises (out of memory) must still close its range.

@@ -67,6 +67,13 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tens
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tensor]:
+    """The operator's implementation and the direct call, in an order that makes a later call one look-up.
+
+    Without memory: the operator. Copies of what is not aligned. The look-up; at the first call with a key
+    checks, outputs like those to be made, and a launcher. On a GPU that is not current: the same again with
+    it current, where the look-up succeeds. Then the outputs are made, and the launch fills them.
+    """
+    # All at once: 0 if none has memory, and low bits if one of them is not aligned.
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
     if not addresses:
         check_inputs(q, k, v)
@@ -131,11 +138,12 @@ def _backward(
     is_causal: bool,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_forward`, whose checks hold here: a key that is new makes a launcher at once."""
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | do.data_ptr() | o.data_ptr()
     if not addresses:
         return _backward_op(do, q, k, v, o, logsumexp, is_causal, residual)
     tf32 = residual is None
-    # Any tensor: none is read then.
+    # In TF32 no kernel reads a residual, but an address has to stand there.
     read = logsumexp if tf32 else residual
     if (addresses | logsumexp.data_ptr() | read.data_ptr()) % ALIGNMENT:
         q, k, v, do, o, logsumexp, read = map(aligned, (q, k, v, do, o, logsumexp, read))
@@ -146,7 +154,8 @@ def _backward(
     strides = strides and do.is_contiguous() and o.is_contiguous()
     if not strides:
         strides = q.stride(), k.stride(), v.stride(), do.stride(), o.stride()
-    # dq, dk and dv have layouts that follow from those of q, k and v.
+    # dq, dk and dv have layouts that follow from those of q, k and v. k's and v's dtypes and devices are q's:
+    # forward has checked them, and so its key, which is looked up before, has them.
     key = q.shape, k.shape, strides, dtype, device, is_causal, tf32, deterministic
     prepared = _backwards.get(key)
     if prepared is None:

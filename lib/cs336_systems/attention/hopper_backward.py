@@ -370,7 +370,13 @@ def add_tiles(
 
 @gluon.jit
 def consume(shared, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr):
-    """dK and dV of one consumer's keys."""
+    """dK and dV of one consumer's keys.
+
+    | heads | k, v | st |
+    |:--|:--|:--|
+    | up to DQ_COLUMNS, narrow | its K and V, in registers | zeros: each tile makes its own S |
+    | wide | nobody reads them: `add_wide_tile` takes K and V from `buffers` | S of the first tile |
+    """
     buffers, barriers, place, sizes, outputs = shared
     ks, vs, qs, _, _, _, _, _ = buffers
     kv_ready, q_ready, _, _, _, ds_free = barriers
@@ -392,7 +398,7 @@ def consume(shared, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.const
     dv = gl.zeros([KEYS, BLOCK_D], gl.float32, gradients)
     mbarrier.wait(kv_ready.index(CONSUMER), 0)
     if BLOCK_D > DQ_COLUMNS:
-        # Names alone, for the branch below: wide tiles read K and V from the buffers.
+        # Only so that `constants` has the same places for all heads.
         k = ks
         v = vs
         st = _start_scores(ks, qs, q_ready, 0, 0, 0, True, CONSUMER)
@@ -401,7 +407,7 @@ def consume(shared, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.const
         # As left operands, in registers: read once instead of with every tile of queries.
         k = ks.index(CONSUMER).load(gl.DotOperandLayout(0, scores, 2))
         v = vs.index(CONSUMER).load(gl.DotOperandLayout(0, scores, 2))
-        st = gl.zeros([KEYS, BLOCK_M], gl.float32, scores)  # each tile has its own
+        st = gl.zeros([KEYS, BLOCK_M], gl.float32, scores)
     state = (dk, dv, st, 0, 0, 0, 0)
     constants = (k, v, buffers, barriers, queries, seen_from, scale_log2, n_queries)
     # The last tile may have fewer queries. q reads as zero there, and an infinite key times zero is NaN: so

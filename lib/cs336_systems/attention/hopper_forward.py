@@ -87,19 +87,23 @@ def place_of(
 ):
     """(batch, head, first query) of a work tile, and how many tiles of keys its queries see.
 
-    Causal: the longest rows first, of as many heads at once as L2 holds K and V of, so that the shortest are
-    left to fill the SMs in the end.
+    Causal: the longest rows first, of as many heads at once as L2 holds K and V of (a section), so that the
+    shortest are left to fill the SMs in the end. Four heads, a to d, of three query tiles, L2 for two heads:
+
+        work       0  1  2  3  4  5  6  7  8  9 10 11
+        causal    a2 b2 a1 b1 a0 b0|c2 d2 c1 d1 c0 d0    two programs have tiles of one length at a time
+        else      a0 a1 a2|b0 b1 b2|c0 c1 c2|d0 d1 d2    a section is one head
     """
     n_heads, n_queries, n_keys, work_tiles, _ = sizes
     query_tiles = gl.cdiv(n_queries, BLOCK_M)
+    # How many heads a section has: at most, and below in this one.
     section = 1
     if CAUSAL:
         section = gl.maximum(L2_ELEMENTS // BLOCK_D // n_keys, 1)
-    # A section is so many heads, whose work tiles come one after the other; this is its first head.
     section_head = work // (section * query_tiles) * section
     # The last section has the heads that are left.
     section = gl.minimum(section, work_tiles // query_tiles - section_head)
-    # From here on within the section: one query tile of all its heads, then the next of all.
+    # From here on work counts within the section: one query tile of all its heads, then the next of all.
     work -= section_head * query_tiles
     tile = work // section
     if CAUSAL:
@@ -153,7 +157,7 @@ def produce(shared, counter_ptr, CAUSAL: gl.constexpr, PERSISTENT: gl.constexpr)
         if PERSISTENT:
             next_ready, next_free = barriers[6:]
             work = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
-            # Until all consumers have read which tile is this one.
+            # buffers[3] is next_tile. Until all consumers have read which tile is this one.
             mbarrier.wait(next_free, turn ^ 1)
             # compute-sanitizer's racecheck names this store and the load in `consume`. It does not know
             # mbarriers: a program in CUDA that does nothing but this, and is right, it names as well.
@@ -194,7 +198,7 @@ def consume(
             i = slot * CONSUMERS + CONSUMER
             ring = attend(shared, work, ring, i, slot_phase, CONSUMER, CONSUMERS, CAUSAL, EVEN_KEYS)
             mbarrier.wait(next_ready, turn)
-            # One number for all four warps: the maximum makes a scalar of it, by which the loop can end.
+            # next_tile, one number for all four warps: the maximum makes a scalar of it, to end the loop by.
             work = gl.max(buffers[3].load(gl.BlockedLayout([1], [32], [4], [0])), 0)
             mbarrier.arrive(next_free)
             slot, slot_phase = next_in_ring(slot, slot_phase, 2)

@@ -48,7 +48,10 @@ class Implementation:
     holds_scores: bool = False
 
     def why_not(self, dtype: str, device: torch.device) -> str:
-        """Why it cannot run in a dtype of DTYPES on the device, as far as that is known before; or ""."""
+        """Why it cannot run in a dtype of DTYPES on the device: by itself, or for want of Triton; or "".
+
+        The function `why_not` asks about the machine, too: its compiler, its memory.
+        """
         if SIXTEEN_BITS in self.needs and torch_dtype(dtype).itemsize != 2:
             return "takes 16-bit tensors only"
         return why_no_triton(device) if TRITON in self.needs else ""

@@ -55,7 +55,7 @@ from cs336_systems.kernels.runtime import ALIGNMENT, capability, sm_count
 LOG2E = math.log2(math.e)
 FORWARD = ("q", "k", "v", "o")
 BACKWARD = ("q", "k", "v", "do", "o", "dq", "dk", "dv")
-# Of BF16X3_KERNELS those without the prefix.
+# BF16X3_KERNELS are these too, without the prefix: one function, compiled for operands in three parts.
 FUNCTIONS = {
     "forward": forward_kernel,
     "hopper_forward": hopper_forward_kernel,
@@ -80,7 +80,12 @@ class Launcher:
         deterministic: bool = False,
         kernels: tuple[str, ...] = (),
     ) -> None:
-        """layouts: of FORWARD or BACKWARD, two to four dimensions each. kernels: others than `choose`'s."""
+        """layouts: of FORWARD or BACKWARD, two to four dimensions each. kernels: others than `choose`'s.
+
+        The order matters, as each reads those before: problem, plan, its last kernel; whether operands are in
+        three parts (`bf16x3`), hence their dtype and whether TMA loads them; what is loaded and stored; the
+        launches.
+        """
         backward = len(layouts) == len(BACKWARD)
         names = BACKWARD if backward else FORWARD
         self.layouts = dict(zip(names, layouts, strict=True))
@@ -97,20 +102,24 @@ class Launcher:
         given = layouts[: 4 if backward else 3]
         self.inputs = [self._loaded(x) for x in given]
         pairs = enumerate(zip(given, self.inputs, strict=True))
-        # What a kernel can load is its own layout still, the same object; of any other there is a copy.
+        # What a kernel can load is its own layout still, the same object; of any other there is a copy. Three
+        # parts are other objects always: `copies` then names every input, and nobody reads it.
         self.copies = [(i, new) for i, (old, new) in pairs if new is not old]
-        # By TMA, by Hopper's kernels alone.
+        # Of Hopper's kernels alone, which store by TMA; but dq, which they add up in a workspace.
         stored = [self.layouts[name] for name in self.output_names if name != "dq"]
         self.stored = [kernel_layout(x, tuning.dtype.itemsize, tuning.use_tma) for x in stored]
         self.launches = self._prepare_launches()
         self.merge = self.launches.get("merge")
-        # Of the last kernel: _forward, _hopper_forward, _dkdv, _backward, _hopper_backward. "dq" is the last
-        # of no pass: alone it is only compiled.
+        # A method by the name of the last kernel; nothing else finds these five:
+        #     forward, bf16x3_forward    self._forward           backward           self._backward
+        #     dkdv, bf16x3_dkdv          self._dkdv              hopper_backward    self._hopper_backward
+        #     hopper_forward             self._hopper_forward    dq, bf16x3_dq      None
+        # dq is the last kernel of no pass: alone it is only compiled.
         self.run = getattr(self, f"_{_function_name(self.last)}", None)
 
     @property
     def runner(self) -> "Launcher | KernelLaunch":
-        """What `run` is called of: the launcher or, without a call in between, its only launch."""
+        """What `run` is called of: the launcher, or its only launch where `_backward` does nothing else."""
         alone = self.last == "backward" and not self.copies and self.merge is None
         return self.launches["backward"] if alone else self
 
@@ -248,7 +257,10 @@ class Launcher:
         return describe(as_bhnd(x), block, self.dtype, in_shared)
 
     def _float32_descriptors(self, tile: Tile) -> tuple[Any, Any]:
-        """Of lse2 and delta, a number a query, and of dq_accum, in rows of its own."""
+        """Of lse2 and delta, a number a query, and of dq_accum, in rows of ROW numbers for all heads.
+
+        A block of it is what the dQ warps add at once: a tile of queries, up to DQ_COLUMNS columns.
+        """
         plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         _, sequences, queries = self.workspace
         d, row = self.tuning.block_d, ROW.value

@@ -275,6 +275,13 @@ def select_tuning(
 ) -> Tuning:
     """The kernels, tiles and precision for tensors of this dtype and head size.
 
+    | capability | tiles | by TMA | float32 with all its bits |
+    |:--|:--|:--|:--|
+    | 9.x | HOPPER_TILES | 16 bits, TF32 up to heads of 128 | bf16x6, and BF16X3_KERNELS |
+    | 10.x, 11.x | PORTABLE_TILES | 16 bits up to heads of 128 | tf32x3 |
+    | others | PORTABLE_TILES | nothing | tf32x3 |
+    | INTERPRETER | INTERPRETER_TILE | everything | tf32x3 |
+
     Args:
         capability: of the GPU, (9, 0) for Hopper; or INTERPRETER.
         sm_count: how many SMs it has.
@@ -286,6 +293,7 @@ def select_tuning(
     if capability == INTERPRETER:
         tiles = dict.fromkeys(KERNELS, (INTERPRETER_TILE,))
     else:
+        # Of this precision, where the table goes up to such heads; in three parts of BF16X3_LENGTH's alone.
         tiles = {
             kernel: tuple(_up_to(sizes, block_d))
             for (kernel, each), sizes in table.items()

@@ -74,12 +74,16 @@ def add_dq_tiles(
     """Add the key tiles in [first_key, last_key) to dQ.
 
     query_tile: (head, queries, q_rows, do_rows, L, residual, delta). sources: (k_src, v_src).
+    What is done when:
+
+        else    load K, V   S, dP   P                 dS, dQ
+        LATE    load K      S       P   load V   dP   dS, dQ
     """
     BLOCK_N: tl.constexpr = form.BLOCK_N
     head, queries, q_rows, do_rows, lse, residual, delta = query_tile
     k_src, v_src = sources
     first_key, last_key, n_keys = keys
-    # Load V after P is made: for the three parts of both K and V there are no registers.
+    # For the three parts of both K and V there are no registers.
     LATE: tl.constexpr = form.PRECISION == "bf16x3"
     # As in the forward's loop: LLVM would keep addresses in registers.
     KEEP: tl.constexpr = form.CHUNK > 0 or LATE
@@ -210,13 +214,18 @@ def add_dkdv_tiles(
     statistics: (L, residual, delta) if HAS_DELTA; else (L, residual, o_ptr, o_strides), for delta.
     DIAGONAL: not all queries see all keys. RAGGED: some are outside the tensors; q reads as zero there, and
     an infinite key times zero is NaN. A key outside only spoils a row that is never stored.
+    What is done when, transposed (LATE has delta: there is no backward_kernel in bf16x3):
+
+        LATE         load Q       S       load L          P   load dO   dV, dP   load delta   dS, dK
+        HAS_DELTA    load Q, dO   S, dP   load L, delta   P                                   dS, dK, dV
+        else         load Q, dO   S, dP   load L, O       P                                   dS, dK, dV
     """
     BLOCK_M: tl.constexpr = form.BLOCK_M
     dk, dv = grads
     head, keys, k_rows, v_rows = key_tile
     q_src, do_src = sources
     first_query, last_query, n_queries = rows
-    # Load dO after P is made, as V in add_dq_tiles. HAS_DELTA then: bf16x3 has no backward_kernel.
+    # As in add_dq_tiles, for dO.
     LATE: tl.constexpr = form.PRECISION == "bf16x3"
     KEEP: tl.constexpr = form.CHUNK > 0 or LATE
     for start in tl.range(first_query, last_query, BLOCK_M, disable_licm=KEEP):

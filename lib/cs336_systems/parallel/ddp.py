@@ -165,9 +165,14 @@ class DataParallel(nn.Module):
         raise NotImplementedError
 
     def _gradient(self, index: int) -> Tensor:
-        """The gradient that this rank contributes: zero where the parameter was not used, which is noted.
+        """The gradient that this rank contributes, as a message. It lies in `.grad`, where the mean will be:
 
-        It is in `.grad` then, or where `.grad` was no message, its contiguous copy is.
+        | `.grad` was | and is |
+        |:--|:--|
+        | None: the parameter was not used | zeros; `_unused` notes it |
+        | None, and a hook may have taken it | RuntimeError |
+        | contiguous, nothing lazy | the same |
+        | another dense one | a contiguous copy; of a sparse one TypeError |
         """
         parameter = self._trainable[index]
         if parameter.grad is None:
@@ -178,7 +183,7 @@ class DataParallel(nn.Module):
         gradient = parameter.grad
         message = as_message(gradient)
         if message.data_ptr() != gradient.data_ptr():
-            # It is a copy, and the mean will be there.
+            # Else the mean would come into a copy that nobody has.
             parameter.grad = message
         return message
 

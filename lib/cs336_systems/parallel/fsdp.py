@@ -113,7 +113,7 @@ class FSDP(DataParallel):
         self._positions: dict[nn.Module, int] = {}
         # What to restore, of the modules whose forward is under way.
         self._caches_casts: list[bool] = []
-        # After the first step.
+        # Whether `_order` is complete, as it is after the first step.
         self._knows_order = False
         self._add_hooks()
         guards.watch_parts(self._sharded)
@@ -159,7 +159,7 @@ class FSDP(DataParallel):
             if parameter is not None and parameter.dim() > 0:
                 yield Home(parameter, module if unit is None else unit, module, key)
         last = getattr(module, "gathered_last", None)
-        # The sort is stable.
+        # That child comes last; the sort is stable, and leaves the others as they are.
         for _, child in sorted(module.named_children(), key=lambda child: child[0] == last):
             yield from self._find_homes(child, unit)
 
@@ -257,7 +257,12 @@ class FSDP(DataParallel):
     def _pack(
         self, outer: tuple[Callable, Callable] | None, casts: bool, tensor: Tensor
     ) -> Callable:
-        """What backward calls to have a tensor again; `outer`: hooks around ours, as of checkpointing."""
+        """What autograd keeps in place of a tensor that forward saves: backward calls it to have the tensor.
+
+        Of a gathered weight, or what autocast made of one (`casts`), a note that gathers it again. Of others
+        what the hooks around ours make, (pack, unpack) in `outer`, as those of checkpointing; without such
+        hooks the tensor, and a check that it is unchanged.
+        """
         leaf, remake = _leaf_of_cast(tensor) if casts else (tensor, None)
         try:
             pointer = leaf.untyped_storage().data_ptr()
@@ -372,13 +377,15 @@ class FSDP(DataParallel):
         used = self._used_here()
         is_bad = used.new_zeros(1)
         if shards:
+            # Of each shard the largest magnitude, one number, which is not finite if any of them is not.
             largest = torch.stack(torch._foreach_norm(shards, torch.inf))
             is_bad = largest.isfinite().all().logical_not().view(1)
         # One message for both: a start costs more than its bytes.
         flags = torch.cat((used, is_bad))
         self._all_reduce_flags(flags)
         if shards:
-            # On a GPU without reading the flag. as_strided is a view of any layout, where flatten() may copy.
+            # A NaN or 0 to each shard's first number: so the CPU need not read the flag and wait for a GPU.
+            # as_strided is a view of any layout, where flatten() may copy.
             nan = torch.where(flags[-1].bool(), torch.nan, 0.0)
             torch._foreach_add_([shard.as_strided((), ()) for shard in shards], nan)
 

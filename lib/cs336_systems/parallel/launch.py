@@ -253,7 +253,10 @@ class _Worker:
         self.stack.close()
 
     def failure(self) -> tuple[float, int, str, str]:
-        """When it failed, its rank, how, and details: the least of several caused the others."""
+        """(at_s, rank, how it failed, details): of several the least is what caused the others.
+
+        at_s: of an error when it was raised; 0.0 of other ends, before all errors, infinite of an abort.
+        """
         if self.state == "error":
             at_s, cause, details = self.outcome
             return at_s, self.rank, f"raised {cause}", details

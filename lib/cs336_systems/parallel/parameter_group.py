@@ -60,7 +60,11 @@ class CommunicationStream:
         then: Callable[[], Any] = lambda: None,
         **options: Any,
     ) -> Callable[[], Any]:
-        """Send one message a pair, then call `then`; returns what waits for both, keeping what that uses."""
+        """Send one message a pair, then call `then`; returns what waits for both.
+
+        Over Gloo `then` is called in that wait, which keeps the inputs for Gloo's threads. Over NCCL it is
+        called at once: its kernels are queued behind the messages, and the wait keeps what it uses.
+        """
         send = getattr(dist, collective)
         pairs = zip(outputs, inputs, strict=True)
         if self.cuda is None:
@@ -132,6 +136,13 @@ class ParameterGroup:
         gather_stream: CommunicationStream,
         reduce_stream: CommunicationStream,
     ):
+        """homes: of its parameters. names: of modules, for errors. dtype: of whole weights; None: as shards.
+
+        With N ranks the two buffers are laid out alike, and a parameter becomes a view of the first:
+
+            _shards    | a: this rank's rows | gap    | b: this rank's rows | gap    | ...    stays
+            buffer     | a: N times as many  | N gaps | b: N times as many  | N gaps | ...    while gathered
+        """
         # Their forward needs the group.
         self.users = list(dict.fromkeys(home.user for home in homes))
         self.name = " and ".join(names[user] for user in self.users)
@@ -158,7 +169,8 @@ class ParameterGroup:
         self.weights: list[ShardedWeight] = []
         shards = self._own_rows(self._shards)
         for parameter, slice_, shard in zip(parameters, self._slices, shards, strict=True):
-            # .data: what autograd keeps must not notice that the memory is filled again.
+            # .data: what autograd keeps must not notice that the memory is filled again. The first gather
+            # fills it, and sets `pointer` and `versions`.
             whole = slice_[: parameter.numel()].view(parameter.shape).data
             self.weights.append(ShardedWeight(parameter, nn.Parameter(whole)))
             parameter.data = shard.copy_(_rows_of_rank(parameter))
@@ -172,7 +184,7 @@ class ParameterGroup:
     def _lay_out(self, parameters: Sequence[Tensor]) -> None:
         """Where the rows of this rank lie in the buffer of shards."""
         step = ALIGNMENT_BYTES // min(parameters[0].element_size(), self._dtype.itemsize)
-        # Of every shard its length, and the gap to the next: both are what `split` takes.
+        # Of every shard its length, and the gap to the next: `split` takes both, and [::2] leaves gaps out.
         self._cuts: list[int] = []
         # Of every shard shape, strides and start: what `as_strided` takes.
         self._places: list[tuple] = []

@@ -80,7 +80,10 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's shard and get the others'; returns the closure's loss, if there is a closure."""
+        """Update this rank's shard and get the others'; returns the closure's loss, if there is a closure.
+
+        Without a trainable parameter there is no bucket, and [-1:] of none is none.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -75,7 +75,9 @@ def partition_tensors(
         length = padded_length(tensor)
         limit = bucket_size_mb * 2**20 / tensor.element_size() / world_size
         buckets = of_dtype[tensor.dtype]
-        # It ends with the segments and lengths of the bucket that the tensor joins, old or new, and the rank.
+        # Either end leaves segments, lengths and rank bound: `break` to the first bucket with room, in it to the
+        # shortest segment; `else`, where none has room, to a new one. Of a, b, c, d with 4, 2, 2, 1 KiB two
+        # ranks have | a, d | b, c |; with a limit of 1 KiB | a | b, c |, then | d | |.
         for bucket in buckets:
             segments, lengths = bucket
             rank = lengths.index(min(lengths))
