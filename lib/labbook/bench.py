@@ -71,7 +71,15 @@ class Step:
     least_bytes: int = 0
 
     def timed(self, device: torch.device, context=None, *, warmup_steps: int, steps: int) -> Timing:
-        """Its times in this process, or on every rank, each of which has a context."""
+        """Its times in this process, or on every rank, each of which has a context.
+
+        | | clock | ignores |
+        |:--|:--|:--|
+        | context | ranks.time_together | cold, clear, compiled |
+        | cold | timing.time_cold_cache | prepare, compiled, together, both counts |
+        | compiled | timing.time_compiled | clear, together |
+        | else | timing.time_steps | clear, together |
+        """
         counts = {"warmup_steps": warmup_steps, "steps": steps}
         if context is not None:
             return ranks.time_together(

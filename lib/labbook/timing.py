@@ -140,6 +140,7 @@ def time_steps(
         arguments = () if prepare is None else (prepare(),)
         return clock_ms(step, device, *arguments, synchronize=synchronize)
 
+    # The milliseconds of each step. `map` runs none until `list` asks, where running out of memory is caught.
     repeat = partial(map, one_step_ms, range(warmup_steps + steps))
     times, reason = run_or_out_of_memory(lambda: list(repeat()), device)
     if times is None:

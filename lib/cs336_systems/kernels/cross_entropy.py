@@ -101,6 +101,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor) -> Tensor:
     return _overwrite(logits, targets)
 
 
+# A decorator that is passed an argument: _overwrite = kernel_function(_overwrite, mutates="logits").
 @lambda function: kernel_function(function, mutates="logits")
 def _overwrite(logits: Tensor, targets: Tensor) -> Tensor:
     n_rows, vocabulary = logits.shape

@@ -35,7 +35,9 @@ def _bits(numbers: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         single = numbers.astype(np.float32)
     bits = single.view(np.uint32)
-    # Of these operators + comes first, then >>, then &.
+    # Of these operators + comes first, then >>, then &. The upper 16 bits stay. 0x7FFF carries into them if
+    # the others were more than a half (0x8000) of their last bit; is_odd, that bit, has a half carry, too,
+    # where it is 1: 0x3F808000 (1 + 2^-8) becomes 0x3F80, 0x3F818000 (1 + 3 * 2^-8) 0x3F82.
     is_odd = bits >> 16 & 1
     nearest = bits + np.uint32(0x7FFF) + is_odd >> 16
     return np.where(np.isnan(single), 0x7FFF, nearest).astype(np.uint16)
@@ -118,7 +120,7 @@ def reduce_sum(self, x):
         return _sum(self, x)
     bits = x.handle.data
     if self.axis is None:
-        # To (all of them, 1, 1, ...), so that the first axis is the one below.
+        # (2, 4, 8) -> (64, 1, 1): all along the first axis, and as many axes as before, for keep_dims.
         bits = bits.reshape(-1, *np.ones(bits.ndim - 1, int))
     axis = self.axis or 0
     # Halves onto halves, as threads reduce; every sum is rounded.

@@ -75,8 +75,8 @@ def partition_tensors(
         length = padded_length(tensor)
         limit = bucket_size_mb * 2**20 / tensor.element_size() / world_size
         buckets = of_dtype[tensor.dtype]
-        # Either end leaves segments, lengths and rank bound: `break` to the first bucket with room, in it to the
-        # shortest segment; `else`, where none has room, to a new one. Of a, b, c, d with 4, 2, 2, 1 KiB two
+        # Both ends leave segments, lengths and rank bound: `break` to the first bucket with room and to its
+        # shortest segment; `else`, where none has room, to a new bucket. Of a, b, c, d with 4, 2, 2, 1 KiB two
         # ranks have | a, d | b, c |; with a limit of 1 KiB | a | b, c |, then | d | |.
         for bucket in buckets:
             segments, lengths = bucket

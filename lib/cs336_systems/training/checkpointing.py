@@ -33,7 +33,11 @@ _keep_matmuls = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm
 
 
 def run(schedule: Schedule, x: Tensor) -> Tensor:
-    """Send x through every block of the schedule; same values and gradients as without checkpoints."""
+    """Send x through every block of the schedule; same values and gradients as without checkpoints.
+
+    By its type a part is a segment that keeps its input (tuple), one that keeps matmuls too (KeepsMatmuls),
+    or a block, which is called.
+    """
     for part in schedule:
         if isinstance(part, tuple):
             options = {"context_fn": _keep_matmuls} if isinstance(part, KeepsMatmuls) else {}

@@ -45,8 +45,9 @@ class FullStep:
 
     sharding: one of parallel.strategies.SHARDINGS.
     prepare: called with the model before it is sharded; it imports Triton.
-    keeps: of a block that is compiled and checkpointed: the contexts of its checkpoint. None: ours, whose
-        blocks keep what `ShardedModel.keep` says.
+    keeps: of a block that is compiled and checkpointed: the contexts of its checkpoint. None means a step of
+        ours, here and in `leaderboard`: its blocks attend by our kernels, are not wrapped, and keep what
+        `ShardedModel.keep` says.
     compiles: such blocks go through torch.compile. offloads: their moments are in the host's memory.
     """
 

@@ -82,6 +82,8 @@ class BlockFunction(torch.autograd.Function):
         a, b = _ab(n2, w)
         c = swiglu.forward(a, b)
 
+        # `backward` takes them by position: x, o, logsumexp, r1, r2, q, k, v, h, a, b (None where not kept),
+        # cos, sin, the matrices in the order of Weights, and the residual where there is one.
         always = (rows, o, logsumexp, r1, r2)
         kept_qkv = (q, k, v) if "qkv" in keep else (None, None, None)
         kept_h = h if "h" in keep else None

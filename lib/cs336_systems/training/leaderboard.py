@@ -240,11 +240,15 @@ def attention_of(parts: FullStep, device_type: str) -> str:
 
 @contextmanager
 def attending(name: str) -> Iterator[None]:
-    """Let PyTorch's attention be this one, of `attention_of`."""
+    """Let PyTorch's attention be this one, of `attention_of`.
+
+    "sdpa_fa4" has FlashAttention 4 in place of the kernels behind "sdpa_flash", of which it switches on the
+    backend; "sdpa_cudnn" switches on its own; ours and "sdpa" change nothing. An exception inside leaves
+    FlashAttention 4 in place: a rank ends with it.
+    """
     if name == "sdpa_fa4":
-        # Behind the backend of FlashAttention 2, whose kernels it replaces.
         attention.activate_flash_attention_impl("FA4")
-        # `attention_of` never says this name: in the end it tells that FA4 was activated.
+        # Now the backend. `attention_of` never says this name: in the end it tells that FA4 was activated.
         name = "sdpa_flash"
     with sdpa_backend(name):
         yield

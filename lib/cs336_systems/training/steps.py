@@ -74,7 +74,8 @@ class ModelSteps:
             ValueError: the pass is unknown.
         """
         check_choice("pass", pass_, PASSES)
-        # A pass has the name of its method: forward, backward, forward_backward or train_step.
+        # A pass has the name of its method: forward, backward, forward_backward or train_step. A pair, whose
+        # second alone is conditional: backward needs a loss, whose forward is not in its time.
         return getattr(self, pass_), self.loss if pass_ == "backward" else None
 
     @torch.no_grad()
