@@ -187,7 +187,7 @@ def _splits(problem: Problem, tuning: Tuning, kernel: str) -> tuple[int, int]:
 
 
 def _most_splits(problem: Problem, tuning: Tuning, kernel: str) -> int:
-    """How many have `shortest` rows; 1, not to be split, where these are fewer than four."""
+    """How many have `shortest` rows; 1, not to be split, if these are fewer than four or have no limits."""
     limits = tuning.splits.get(kernel)
     splits = _loop_rows(problem, kernel) // limits.shortest if limits else 1
     return splits if splits >= 4 else 1

@@ -55,7 +55,7 @@ from cs336_systems.kernels.runtime import ALIGNMENT, capability, sm_count
 LOG2E = math.log2(math.e)
 FORWARD = ("q", "k", "v", "o")
 BACKWARD = ("q", "k", "v", "do", "o", "dq", "dk", "dv")
-# BF16X3_KERNELS are these too, without the prefix: one function, compiled for operands in three parts.
+# BF16X3_KERNELS are here without their prefix: the same functions, compiled for operands in three parts.
 FUNCTIONS = {
     "forward": forward_kernel,
     "hopper_forward": hopper_forward_kernel,

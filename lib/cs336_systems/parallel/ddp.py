@@ -272,5 +272,5 @@ def broadcast_from_rank_0(module: nn.Module) -> None:
         # As bytes: any dtype, booleans too.
         dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
         if whole.data_ptr() != tensor.data_ptr():
-            # contiguous() made a copy.
+            # What contiguous() copied has received in its place.
             tensor.copy_(whole)

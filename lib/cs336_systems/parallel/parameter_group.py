@@ -141,7 +141,7 @@ class ParameterGroup:
         With N ranks the two buffers are laid out alike, and a parameter becomes a view of the first:
 
             _shards    | a: this rank's rows | gap    | b: this rank's rows | gap    | ...    stays
-            buffer     | a: N times as many  | N gaps | b: N times as many  | N gaps | ...    while gathered
+            _memory    | a: N times as many  | N gaps | b: N times as many  | N gaps | ...    while gathered
         """
         # Their forward needs the group.
         self.users = list(dict.fromkeys(home.user for home in homes))

@@ -78,12 +78,10 @@ class ShardedOptimizer(Optimizer):
         if self._is_made:
             self._lay_out(self.param_groups[-1:])
 
+    # [-1:] is the newest bucket, or none: without a trainable parameter there is no bucket.
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's shard and get the others'; returns the closure's loss, if there is a closure.
-
-        Without a trainable parameter there is no bucket, and [-1:] of none is none.
-        """
+        """Update this rank's shard and get the others'; returns the closure's loss, if there is a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

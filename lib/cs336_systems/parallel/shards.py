@@ -64,6 +64,8 @@ def partition_tensors(
     From the largest to the smallest, each joins the shortest segment of the first bucket of its dtype where
     that stays within the longest. Else the newest bucket grows, up to the limit, or a new one begins.
 
+    Two ranks, a, b, c, d of 4, 2, 2, 1 KiB: | a, d | b, c |; with a limit of 1 KiB | a | b, c | and | d | |.
+
     Args:
         tensors: parameters; only their sizes and dtypes matter, so they may be on the meta device.
         bucket_size_mb: the most a bucket holds, all segments together, in MB of 2**20 bytes. A larger tensor
@@ -75,9 +77,8 @@ def partition_tensors(
         length = padded_length(tensor)
         limit = bucket_size_mb * 2**20 / tensor.element_size() / world_size
         buckets = of_dtype[tensor.dtype]
-        # Both ends leave segments, lengths and rank bound: `break` to the first bucket with room and to its
-        # shortest segment; `else`, where none has room, to a new bucket. Of a, b, c, d with 4, 2, 2, 1 KiB two
-        # ranks have | a, d | b, c |; with a limit of 1 KiB | a | b, c |, then | d | |.
+        # Both ends leave segments, lengths and rank bound: `break` those of the first bucket with room, where
+        # rank is its shortest segment; `else`, where none has room, those of a new one.
         for bucket in buckets:
             segments, lengths = bucket
             rank = lengths.index(min(lengths))
