@@ -163,7 +163,8 @@ def ordered(values: Iterable[Hashable], column: str | None = None) -> list:
     if any(map(pd.isna, distinct)):
         raise ValueError(f"a row has no {column}; drop it, or fill it in")
     if family := family_of(distinct, column):
-        order = list(family)  # labels before values
+        # All labels in their order, then all values: the index of its label is the place of either.
+        order = list(family)
 
         def place(value):
             return order.index(family[value].label) if value in family else len(order)

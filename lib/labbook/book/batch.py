@@ -140,6 +140,7 @@ def estimated_s(job: Job, at_once: int) -> float:
         paths += sorted(project().figures.glob(f"{project().reference}*/{pattern}"))
     here = sorted(figures_dir().glob(f"*/{pattern}"))
     paths += [path for path in here if path.parts[-3] not in project().committed]
+    # Those from here before the reference's, and of a machine the newest first, as times begin their names.
     for path in reversed(paths):
         record = read_record(path, Record)
         if job.parameters.items() <= record.parameters.items():

@@ -42,6 +42,7 @@ def _parser(program):
     parser = ArgumentParser(prog=program, description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
     parsers = {}
+    # A function's name is its command's, and its docstring the help.
     for function in (_run, _list, _notebooks, _figures, _learn, _site, _release, _release_check):
         name = function.__name__.removeprefix("_").replace("_", "-")
         parsers[name] = commands.add_parser(

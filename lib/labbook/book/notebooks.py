@@ -168,6 +168,7 @@ def parameter_errors(
     values = {name: parameter.default for name, parameter in parameters.items()} | settings
     for name in values:
         rule = rules.get(name, {})
+        # Under `by` and `multiple_of` stand other parameters; no other text in a rule is one's name.
         reads = {name}.union(map(str, rule.values()))
         # Other defaults may be wrong here: a size of another edition.
         if settings.keys() & reads:

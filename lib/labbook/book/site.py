@@ -130,7 +130,7 @@ def _write_source(source, executed):
 
 def _write_pages(source, executed, is_run):
     paths = notebooks.paths(executed)
-    # What a link names leads to the first of several pages of one notebook.
+    # What a link names leads to the first of several pages of one notebook: the last entry stays.
     names = {path.stem.partition("-")[0]: path.stem for path in reversed(paths)}
     for path in paths:
         try:
@@ -201,7 +201,7 @@ def _write_page(path, source, names, is_run):
 
 
 def _copy_tables(slug, extra):
-    """A link to each table of a problem."""
+    """A link to each table of a problem, which is copied when its link is asked for."""
     figures = project().figures
     for table in sorted(figures.glob(f"*/{slug}/*.csv")):
         name = Path("rows", table.relative_to(figures))
@@ -221,7 +221,7 @@ def _write_attachments(notebook, stem, extra):
 
 
 def _write_pictures(notebook, stem, extra):
-    """Title all plots, and write those of committed rows."""
+    """Title all plots, and yield those of committed rows, each when it is written."""
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             title = output.get("metadata", {}).get("image/png", {}).get("alt")

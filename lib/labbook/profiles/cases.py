@@ -69,6 +69,10 @@ def _record_here(program, case, trace):
 
 
 def _under_nsys(program, cases, stem, keep, scratch):
+    """All cases in one process and one report, which is cut at their ranges.
+
+    If it fails, so does every case but those of which the process had noted that memory ran out.
+    """
     pickled = scratch / "cases"
     pickled.write_bytes(cloudpickle.dumps((program, cases)))
     command = [sys.executable, "-m", "labbook.profiles.program", str(pickled)]

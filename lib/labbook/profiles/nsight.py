@@ -55,8 +55,9 @@ _COPY = "CASE copyKind WHEN 1 THEN 'HtoD' WHEN 2 THEN 'DtoH' WHEN 8 THEN 'DtoD' 
 _RANGES = "NVTX_EVENTS WHERE eventType IN (59, 60) AND coalesce(domainId, 0) = 0 AND start NOTNULL"
 _CALL = ("globalTid", "-1", "correlationId")
 _ACTIVITY = ("globalPid", "streamId", "correlationId")
-# By its table: kind, name, and thread, stream and correlation of an event. Ranges are push-pop and start-end,
-# of the default domain: libraries annotate in their own. By default a CUDA graph is traced as a whole.
+# By what follows FROM, a table, of ranges with a WHERE: kind, name, and thread, stream and correlation of an
+# event. Ranges are push-pop and start-end, of the default domain: libraries annotate in their own. By default
+# a CUDA graph is traced as a whole.
 _TABLES = {
     _RANGES: ("range", f"coalesce(text, {_STRING('textId')})", ("globalTid", "-1", "NULL")),
     "CUPTI_ACTIVITY_KIND_RUNTIME": ("call", _STRING("nameId"), _CALL),
