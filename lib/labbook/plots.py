@@ -104,8 +104,9 @@ def _write_names(panels, legend):
 
 def _touches(box, boxes, curves):
     """Whether a box overlaps another of the boxes, which it is among, or a curve."""
-    crossed = any(curve.intersects_bbox(box, filled=False) for curve in curves)
-    return crossed or box.count_overlaps(boxes) > 1
+    return box.count_overlaps(boxes) > 1 or any(
+        curve.intersects_bbox(box, filled=False) for curve in curves
+    )
 
 
 def _legend(colors, column, entry=Patch):
