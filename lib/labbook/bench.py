@@ -51,10 +51,11 @@ class Step:
     prepare: run before each step, outside the measured time.
     compiled: something in it goes through torch.compile: it starts from empty caches and has `compile_s`.
     cold: the L2 cache is flushed before each repetition, and gradients of the tensors in `clear` are dropped;
-        `prepare`, `compiled` and the numbers of steps are not used then. Over ranks neither of the two is.
+        `prepare`, `compiled` and the numbers of steps are not used then. Over ranks it is not, nor `clear`.
     also: more steps, each by the value column that its median becomes: `{"no_comm_ms": step}`. They are timed
-        after `run`, in that order, with fewer repetitions; over ranks the slowest counts for them too. A
-        function stands for a step that only runs it; one that ran out of memory leaves its column empty.
+        after `run`, in that order, five times after one warm-up, if not `cold`; over ranks the slowest counts
+        for them too. A function stands for a step that only runs it; one that ran out of memory leaves its
+        column empty.
     values: called after the timing for more columns of the row; "tables" are rows of other tables, by name.
     together: over ranks, more arguments of `ranks.time_together`: calls, limit_s.
     least_bytes: that the set-up itself keeps allocated. A peak below it is an error and no row.
@@ -124,19 +125,23 @@ def measure(
     warmup_steps: int = 5,
     steps: int = 10,
 ) -> Iterator[list[dict]]:
-    """Time each case; yields the rows of the cases that share a set-up, those that differ in `pass` alone.
+    """Time each case; yields the rows of the cases that share a set-up.
+
+    These stand one after the other and differ in `pass` alone: let it vary fastest. Over ranks, neighbours
+    that agree in `world_size` and `backend` share a start of the processes.
 
     setup: called with the first of such cases, returns the step of each `pass` ("" without that column);
         it and the steps run with the matmul precision of the case's `dtype`.
     around: makes the context that a set-up and its steps run in: an attention backend switched on, say.
     skip: why a case cannot be measured, or ""; its row has the status "skipped" and that reason.
     kept: whether a case is on record already; then it is left out.
-    errors: exceptions of a set-up or step that are a row with the status "error" and its message.
+    errors: exceptions of a set-up or step that are a row with the status "error" and its message; over
+        ranks none is, and they propagate.
     stream: starts worker processes: stream(worker, world_size, *args, backend=..., timeout_s=...), which
         yields what rank 0 sends. Each case then has the columns `world_size` and `backend`, `setup` is
         called as setup(case, context) on each rank, and of every step the slowest rank counts.
     device: where the cases run; over ranks each has its own.
-    warmup_steps, steps: as in `timing.time_steps`; a case's column `warmup_steps` goes before.
+    warmup_steps, steps: as in `timing.time_steps`; a case's columns of these names go before.
     Raises whatever a set-up or step raises that is neither out of memory nor one of `errors`.
     """
     sweep = _Sweep(setup, around, errors, {"warmup_steps": warmup_steps, "steps": steps})
@@ -157,6 +162,7 @@ def measure(
             for_ranks.append(group)
         elif group:
             yield _measured(group, sweep, _timed_in_process)
+    # Of neighbours alone, as above.
     by_start = groupby(for_ranks, key=lambda group: (group[0]["world_size"], group[0]["backend"]))
     for (world_size, backend), groups in by_start:
         start = partial(stream, _on_rank, world_size, backend=backend, timeout_s=TIMEOUT_S)

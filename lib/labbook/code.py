@@ -6,7 +6,8 @@ in a module of a measured room (`measured` in book.yaml), at all its imports, wh
 imported from a package leads to all that its `__init__` imports. Other rooms are not followed: they check,
 count or show. Of labbook there is the version of its timing. The values of parameters are not code.
 
-A module is read once in a process, when a page begins, so that its hash is that of what was imported.
+A module is read once in a process, so that its hash is that of what was imported: when a page begins, which
+compares the rows on record with it, or, where there are none, when something is measured.
 """
 
 import ast
@@ -31,7 +32,8 @@ _SAVES = ("measure", "save", "save_rows")
 _MUTATORS = re.compile("add|append|clear|extend|insert|pop|remove|setdefault|sort|update")
 _LOOKS_UP = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
 _DOCUMENTED = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-# Of a dumped tree: what some versions of Python print and others leave out.
+# Of a dumped tree: what some versions of Python print and others leave out; and all ", ", those in strings
+# too: "a, b" and "ab" are one.
 _OPTIONAL = re.compile(r"\w+=(\[\]|Load\(\))|, ")
 
 
@@ -185,7 +187,7 @@ def statements(source: str) -> list[Statement]:
     Of an import each name is a statement, for others of that line do not matter.
     """
     parsed = []
-    with suppress(SyntaxError):
+    with suppress(SyntaxError):  # such a cell does not run, so what follows the error saves nothing
         for node in ast.parse(TransformerManager().transform_cell(source)).body:
             match node:
                 # A magic: its name, its options, its code.

@@ -33,7 +33,7 @@ def measurements(slug: str, machines: Iterable[str]) -> Iterator[Measurement]:
         for (table, name), row_count in run_counts(slug, machine).items():
             run = load_run(machine, name)
             now = code.of_table(path, table)
-            # The name of a cell lists its tables.
+            # The name of a cell lists its tables; no table's name begins with another's.
             part = [place for place in run.code if place in now or f" {table}" in place]
             # No cell names a table whose rows come with another's: all of the run's code counts.
             before = {place: run.code[place] for place in part or run.code}

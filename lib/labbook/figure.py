@@ -173,7 +173,10 @@ def sheet(
 
 
 def x_ticks(axes: Axes, column: str, values: pd.Series, *, log: bool) -> None:
-    """Tick each measured value when they are few, round ones else; `log`: where they are numbers."""
+    """Tick each measured value when they are few, round ones else, and for fractions on a linear axis.
+
+    log: a logarithmic axis, where the values are numbers.
+    """
     distinct = ordered(values, column)
     if is_text(distinct):
         axes.set_xticks(range(len(distinct)), [value_label(value, column) for value in distinct])
@@ -204,7 +207,7 @@ def _log_scale(set_scale, axis, values, base, subs=(1,)):
 
 
 def plain_numbers(axis: Axis, column: str = "") -> None:
-    """1,250 and 0.05 instead of powers of ten, below a thousandth 1e-04; or as the column has its numbers."""
+    """1,250 and 0.05 instead of powers of ten, below 0.0009 1e-04; or as the column has its numbers."""
     text = column_of(column).text or _plain
     axis.set_major_formatter(FuncFormatter(lambda value, _: text(float(value))))
 

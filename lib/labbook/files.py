@@ -26,7 +26,7 @@ def find(folder: str, *parts: str) -> Path:
 
 
 def name_of(path: Path) -> str:
-    """How messages call a file: relative to the figures folder, so the same everywhere."""
+    """How messages call a file: by its last three parts, "h200/runs/<run>.json", so the same everywhere."""
     return "/".join(path.parts[-3:])
 
 

@@ -71,7 +71,8 @@ def lines(
     if "status" in frame:
         _mark_failures(panels, y, colors)
     if not logy and frame[y].min() >= 0:
-        panels[0][0].set_ylim(bottom=0)
+        for axes, _ in panels:
+            axes.set_ylim(bottom=0)
     legend = _legend(colors, hue, partial(Line2D, [], [], marker="o"))
     if _write_names(panels, legend):
         legend = []
@@ -195,6 +196,7 @@ def bars(
 def _draw_groups(axes, heights, colors, **style):
     """Bars for each line of a table, side by side, or stacked; numbers beside them are plain."""
     places = len(heights) * min(len(axes.figure.axes), 3)
+    # About 96 characters fit across the figure.
     characters = min(16, max(8, 96 // places))  # below a group, so that names do not touch
     names = [
         textwrap.fill(value_label(name, heights.index.name), characters, break_long_words=False)

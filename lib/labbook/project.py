@@ -18,7 +18,7 @@ class Project:
     reference: the machine whose rows notebooks show; without one every machine is its own.
     committed: folders of `figures` that belong to the project; all others are everybody's own.
     several: problems whose rows are of several processes: among N GPUs their machine's name ends in -xN.
-    measured: modules and packages that a timed step can execute: they alone make rows old.
+    measured: modules and packages that a timed step can execute. Of all modules these alone make rows old.
     """
 
     root: Path

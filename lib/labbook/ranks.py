@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from labbook.timing import MIB, Timing, clock_ms
 
-# Nobody edits these. Optimizers and what torch calls deterministic want the last but one, with Triton.
+# Of installed packages, for the server keeps what it imported: nobody edits these. Optimizers, and torch's
+# switch for deterministic algorithms, import the last but one, and that imports Triton.
 _PRELOADED = [
     "torch.distributed.fsdp",
     "pandas",

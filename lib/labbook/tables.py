@@ -88,7 +88,11 @@ def _written(fmt, number):
 
 
 def _format(numbers):
-    """Three significant digits of the smallest, five of the largest, 3 decimals at most; none becomes 0."""
+    """The format of a column: as many decimals as its smallest number needs for three significant digits.
+
+    They are fewer where the largest would have more than five digits, but not so few that the smallest is
+    shown as 0; and 3 at most, which `_written` makes good where even that is a 0.
+    """
     measured = (number for number in numbers if number and math.isfinite(number))
     exponents = [math.floor(math.log10(abs(number))) for number in measured] or [2]
     smallest = min(exponents)

@@ -241,7 +241,8 @@ def time_cold_cache(
 ) -> Timing:
     """Times of a step, the L2 cache flushed before each repetition (triton.testing.do_bench).
 
-    Its peak memory is that of a call after those that compile, without the buffer that flushes the cache.
+    Its peak memory is that of the first four calls, those that compile among them, without the buffer that
+    flushes the cache.
 
     to_clear: tensors whose gradients are dropped before each repetition.
     warmup_ms, repeat_ms: about how long the step runs, uncounted and counted. A CPU, which is timed by

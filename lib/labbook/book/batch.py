@@ -69,7 +69,8 @@ def jobs(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
     only: the notebooks to keep, as `resolve` takes them; what the profile lacks runs with defaults, and
         so does each of them where there are overrides.
     overrides: "name=value", for every notebook that has the parameter.
-    Raises BatchError: a line for each unknown notebook or parameter and wrong value, naming what is allowed.
+    Raises BatchError: the first unknown notebook or override, or else a line for each wrong parameter of the
+        batch; they name what is allowed.
     """
     by_notebook = notebooks.load_notebooks()
     entries = _chosen(profile, only, overrides, by_notebook)
@@ -111,6 +112,7 @@ def _entries(profile, profiles, names):
     """A notebook and parameters as text for each point of each grid of a profile, included ones too."""
     if profile not in profiles:
         raise BatchError(unknown("profile", profile, profiles))
+    # Without this one: a profile that includes itself is unknown there.
     others = {name: entries for name, entries in profiles.items() if name != profile}
     for entry in profiles[profile]:
         match entry:
@@ -128,10 +130,10 @@ def _entries(profile, profiles, names):
 
 
 def estimated_s(job: Job, at_once: int) -> float:
-    """Seconds that a job may take, by its last run here, or else on the reference; NaN where neither ran it.
+    """Seconds that a job may take, by its last run here, or else, if it has parameters, on the reference.
 
     They are those between the first rows and the last, and `_START_S` for the rest of the page, which some
-    have at once.
+    have at once; NaN where neither ran it.
     """
     pattern = f"runs/*-{job.notebook.stem[3:]}-*.json"
     paths = []

@@ -63,7 +63,7 @@ def execute(source: Path, output: Path, parameters: dict) -> Outcome:
 def _main(source, output, parameters):
     """The process: print why papermill failed, in one line, or nothing. It ends when its parent does."""
     threading.Thread(target=_end_with, args=[psutil.Process().parent()], daemon=True).start()
-    # What kernels say outside of their cells goes nowhere.
+    # What kernels say outside of their cells goes where standard error does: `execute` has it lead nowhere.
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     # The kernel "python3" is this Python's, whatever the user has.

@@ -21,8 +21,8 @@ def load_ipython_extension(shell) -> None:
 def take_turns(shell, lock: int) -> None:
     """Let a cell that measures wait for those of other kernels, and these for it.
 
-    lock: a file that is open; its lock goes with the process. Others may go before who waits, until all that
-        they have left is to measure.
+    lock: a file that is open; its lock goes with the process. While a cell waits to measure, other steps of
+        other kernels may go first, at the longest until these, too, have only cells left that measure.
     """
 
     no_gpu = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # what is measured needs all cores

@@ -136,7 +136,7 @@ def map_table(entries: dict[str, Entry]) -> str:
 
 
 def main_question(text: str) -> str:
-    """The first sentence that asks something in more than a word or two; without one, the first sentence."""
+    """The first sentence that asks something in four words or more; without one, the first sentence."""
     parts = sentences(text.removeprefix("(a) "))
     asking = (part for part in parts if part.endswith("?") and part.count(" ") > 2)
     return next(asking, parts[0])

@@ -233,6 +233,7 @@ def _other_number(number, rule, values):
         return f"{rule['least']} to {rule['most']}"
     if rule.get("power_of_two") and number.bit_count() > 1:
         return "a power of two"
+    # A number, or the parameter whose number or numbers it has to be a multiple of.
     divisor = rule.get("multiple_of", 0)
     divisors = _items(values.get(divisor, divisor))
     if any(number % part for part in divisors if part > 0):

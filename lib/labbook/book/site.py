@@ -26,7 +26,8 @@ from labbook.files import locked, make_folder
 from labbook.project import project
 
 _LINK = r"\[([^][]*)\]\((?:\.\./[^)]*|(?P<name>\d\d_\w+)\.ipynb(?P<at>#[^)]*)?)\)"
-_MEASURED = r'"(measured (?:at|on) [^"\\]+)'  # what the card of its machine ends with
+# The line after a page's card, of `release.provenance`.
+_MEASURED = r'"(measured (?:at|on) [^"\\]+)'
 _TITLE = "Making language models train fast, measured"
 _CONFIG = f"""\
 project = html_title = "{_TITLE}"

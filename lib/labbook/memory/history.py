@@ -201,6 +201,7 @@ def _categories(allocations, stages, before, after):
         outlives_it = allocations.end_us > forward.end_us
         category = category.mask(in_forward & outlives_it, "activations")
     is_alive = allocations.end_us == np.inf
+    # The later owner goes before the earlier one, and either before the lifetime.
     for is_there, owners in ((is_older, before), (is_alive, after)):
         names = {address: name for address, (name, _) in owners.items()}
         category = allocations.address.map(names).astype(object).where(is_there).fillna(category)

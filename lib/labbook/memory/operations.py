@@ -31,7 +31,7 @@ _IGNORES_SELF = re.compile(
 
 
 def _register_flops(name, factor, query):
-    """A formula that PyTorch lacks: factor * elements of argument `query` * rows of the next one."""
+    """A formula that PyTorch lacks: factor * elements of argument `query` * rows of the next, or 1."""
     packet = getattr(torch.ops.aten, name)
 
     def formula(*shapes, **_):
@@ -89,12 +89,12 @@ def saved_bytes(forward: Callable, inputs: Iterable[Tensor]) -> tuple[int, int]:
             saved += [tensor for tensor in held if tensor is not output]
             in_use = storage_bytes(held + inputs)
     finally:
-        gc.unfreeze()
+        gc.unfreeze()  # all of it: also what a page or the caller froze before
     return storage_bytes(saved), in_use
 
 
 def tensors_of_python() -> list[Tensor]:
-    """All tensors that Python knows and that have memory of their own."""
+    """All tensors that Python's collector knows, not frozen ones, and that have memory of their own."""
     gc.collect()
     # Neither a DTensor nor what torch.compile traces with.
     kinds = (Tensor, nn.Parameter)
@@ -159,6 +159,7 @@ def _running_module(paths):
         if owner in paths:
             break
     function, code = own_line(stack)
+    # Where no frame was a module's, the last owner has no path.
     return paths.get(owner, ""), function, code
 
 
@@ -181,7 +182,7 @@ class Operation(NamedTuple):
     """One operation of eager PyTorch, as a rule one kernel: it reads its inputs and writes its output."""
 
     name: str
-    # Of a matmul; 0 for everything that has no formula in torch.utils.flop_counter.flop_registry.
+    # Of matmuls and attention; 0 for all that has no formula in torch.utils.flop_counter.flop_registry.
     flops: int
     bytes_moved: int
 
@@ -236,6 +237,7 @@ def _bytes_moved(name, schema, args, kwargs, result):
     if values.get("grad_scale") is None:
         changed.discard("grads")
     written = _sizes(result) | _sizes([values.get(name) for name in changed])
+    # All its results lie in storages of its inputs, and none is written to.
     is_view = written.keys() <= _sizes(values).keys() and not schema.is_mutable
     if is_view or name.startswith(_NOTHING_MOVES):
         return None

@@ -87,7 +87,10 @@ def overlap_values(lanes: pd.DataFrame) -> dict[str, float | None]:
 
 
 def lane_rows(lanes: pd.DataFrame, key: Mapping, gap_ms: float = 0.1) -> list[dict]:
-    """Lanes as rows, few enough to keep: gaps under `gap_ms` in a lane and stage closed; microseconds."""
+    """Lanes as rows, few enough to keep: gaps under `gap_ms` in a lane and stage closed.
+
+    Their times, in milliseconds, are to the microsecond.
+    """
     rows = []
     for lane, spans in lanes.sort_values("start_ms").groupby("lane", sort=False):
         turn = (spans.range != spans.range.shift()).cumsum().rename("turn")  # a stage may come back

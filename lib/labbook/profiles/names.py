@@ -26,10 +26,14 @@ def kernel_class(name: str) -> str:
 
 # Templates that say how a kernel goes through memory; what it computes is an argument of theirs.
 _TEMPLATES = re.compile(r"elementwise|^reduce_kernel|multi_tensor_apply")
+# CUDAFunctor_add -> add; MulFunctor -> mul, but not BinaryFunctor and its like, which only hand on another;
+# MeanOps<float> -> mean; std::multiplies<float>; at::native::Sqrt<float>.
 _ARGUMENT = re.compile(
     r"CUDAFunctor\w*?_(\w+)|\b(?!(?:[AB]?Unary|Binary|Ternary|Pointwise)(?:Op\w*)?Functor)(\w+?)_?[Ff]unctor\b"
     r"|(\w+)Ops<|std::(multiplies|divides|plus|minus)<|::(Sqrt|Abs|Neg)<"
 )
+# Where the argument is a lambda, the function that it stands in:
+# direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda -> direct_copy.
 _LAMBDA = re.compile(r"(\w+?)(?:_cuda)?_kernel(?:_cuda|_impl)*(?:<[^()<>]*>)?\(at::TensorIterator")
 _RENAMED = {
     "multiplies": "mul",
@@ -57,6 +61,7 @@ def short_name(name: str) -> str:
     # All of CUTLASS's are one kernel; what it runs is its argument.
     if cutlass := re.search(r"cutlass::Kernel2?<\s*(?:\w+::)*(\w+)", plain):
         base = cutlass[1]
+    # Of cuBLAS: without what follows the warps, but with whether it splits k.
     base = re.sub(r"_warpsize\w*?(_split_k)?_kernel__5x_cublas$", r"\1", base)
     if not _TEMPLATES.search(base):
         return base

@@ -104,7 +104,8 @@ def _events(export, source):
 def _select(table, kind, name, thread, stream, correlation):
     """The query for the events of a table.
 
-    A range that is still open ends with the last call, or where it began after that, at once.
+    A range that is still open ends with the last call, or where it began after that, at once. The lower 24
+    bits of a globalTid are the thread: without them it is the globalPid of its process.
     """
     return f"""
 SELECT '{kind}' AS kind, {name} AS name, {thread} >> 24 << 24 AS process, {thread} AS thread,
@@ -129,6 +130,7 @@ def count_kernels(program: str, arguments, metrics: Iterable[str]) -> list[dict]
     command = f"{_NCU} --metrics={','.join(metrics)}".split()
     command += [sys.executable, "-c", program, json.dumps(arguments)]
     run = subprocess.run(command, capture_output=True, text=True)
+    # Before the table stands what the program and ncu print.
     _, mark, table = run.stdout.partition('"ID"')
     if run.returncode or not mark:
         raise RuntimeError(f"ncu counted nothing: {(run.stdout + run.stderr)[-2000:]}")

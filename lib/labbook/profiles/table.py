@@ -77,6 +77,7 @@ def _with_launches(activities, calls):
     """
     launches = calls.dropna(subset="correlation").sort_values("start_ns", kind="stable")
     launches = launches[["start_ns", "process", "correlation", "thread"]]
+    # Nullable: what no call launched has a gap, and a float would round such times.
     launches["launch_ns"] = launches.start_ns.astype("Int64")
     activities = activities.drop(columns="thread").sort_values("start_ns", kind="stable")
     activities = pd.merge_asof(activities, launches, on="start_ns", by=["process", "correlation"])

@@ -137,7 +137,8 @@ def _own_ns(operators):
     """The time of each operator without that of the operators that it calls.
 
     One of the caller's own name (it dispatches to itself) is no call: it is left out, its time the caller's.
-    Nor is what a TorchDispatchMode takes: what that runs, if it runs anything, is inside.
+    Nor is one that a TorchDispatchMode takes: the mode stands in it as "PythonDispatchMode", and both are
+    left out. What the mode runs, if it runs anything, is inside that, as operators of their own.
     """
     # An operator stands before those that it calls.
     nested = operators.sort_values(
