@@ -152,7 +152,7 @@ def plural(count: int, noun: str) -> str:
 def between(values, unit=ms) -> str:
     """The range of some numbers in one unit: "9.53 ms to 81.2 ms", or one where they round to the same."""
     most = max(values)
-    # Of these the size decides whether it is µs or s, MiB or GiB.
+    # These two choose a unit by the size, µs or s, MiB or GiB: both numbers get that of the larger.
     low = unit(min(values), like=most) if unit in (ms, gib) else unit(min(values))
     high = unit(most)
     return high if low == high else f"{low} to {high}"

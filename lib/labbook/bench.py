@@ -190,19 +190,19 @@ def _measured(group, sweep, timed):
 
 def _timed_on_rank(group, sweep, context):
     """Running out of memory ends the process: the other ranks cannot go on without it."""
-    steps = sweep.setup(group[0], context)
-    return [_timed(case, steps, sweep.counts, context) for case in group]
+    step_of = sweep.setup(group[0], context)
+    return [_timed(case, step_of, sweep.counts, context) for case in group]
 
 
 def _timed_in_process(group, sweep):
     """What runs out of memory is a row."""
     first = group[0]
-    steps, failure = _attempt(partial(sweep.setup, first), first.device, sweep.errors)
+    step_of, failure = _attempt(partial(sweep.setup, first), first.device, sweep.errors)
     if failure:
         return [_row(case, failure) for case in group]
     rows = []
     for case in group:
-        timed = partial(_timed, case, steps, sweep.counts)
+        timed = partial(_timed, case, step_of, sweep.counts)
         row, failure = _attempt(timed, case.device, sweep.errors)
         rows.append(_row(case, failure) if failure else row)
     return rows
@@ -220,9 +220,9 @@ def _attempt(function, device, errors):
     return result, failure
 
 
-def _timed(case, steps, counts, context=None):
-    """The row of a case whose set-up has made these steps."""
-    step = steps[case.get("pass", "")]
+def _timed(case, step_of, counts, context=None):
+    """The row of a case. step_of: what its set-up returned; counts: of steps, by their columns."""
+    step = step_of[case.get("pass", "")]
     counts = {name: case.get(name, count) for name, count in counts.items()}
     if context is not None:
         ranks.reset_peaks(context)

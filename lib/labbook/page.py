@@ -36,7 +36,7 @@ def _prepare_process():
 def _end_soon(_):
     """Before a kernel ends: no last collection, which walks all of torch, no waiting for children.
 
-    It asks them by SIGTERM, which the resource tracker of multiprocessing does not heed.
+    The kernel asks them by SIGTERM, which the resource tracker of multiprocessing does not heed.
     """
     gc.freeze()
     for child in psutil.Process().children():

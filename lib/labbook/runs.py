@@ -50,7 +50,8 @@ class Run:
     """The run that this process measures in.
 
     slug, machine: of the problem, of this machine. parameters: of the notebook.
-    executed: gives the code behind what is being measured, as `code.of_cells` does; called at each write.
+    executed: gives the code behind what is being measured, as `code.of_cells` does; called at each write;
+        by default there is none, as a call of `dict` has it.
     """
 
     slug: str

@@ -212,7 +212,7 @@ def _copy_tables(slug, extra):
 
 
 def _write_attachments(notebook, stem, extra):
-    """Pictures of text as files with links to them: myst-nb does not know attachments."""
+    """The picture of a text, one a cell, as a file with a link to it: myst-nb knows no attachments."""
     for cell in notebook.cells:
         for name, bundle in cell.pop("attachments", {}).items():
             place = f"pictures/{stem}-{name}"
