@@ -79,7 +79,7 @@ def _units(config, sharding):
 
 def held_bytes(
     config: ModelConfig, sharding: Sharding, world_size: int, batch_size: int, context_length: int,
-    dtype: str = "float32", device: str = "cuda",
+    dtype: str = "float32", device: str = "cuda"
 ) -> dict[str, dict[str, float]]:  # fmt: skip
     """Bytes that a rank holds at four moments, in each of CATEGORIES; attention and AdamW are fused.
 
@@ -152,19 +152,20 @@ def _sharded_phases(n, sharding, world_size, block, alive):
         temporaries = max(temporaries, n.stream_itemsize * n.stream + unit)
     in_block = temporaries + unit + ahead
     head_share = FLOAT32_BYTES * n.head_weight / world_size
-    reduced = head_share
+    head_gradient = n.itemsize * n.head_weight
+    # Gradients of the unit before are whole, as they are being reduced: the head's in the last block.
+    unreduced = unit
     if "token_embeddings" in sharding.stays:
         # One unit with the head: its weights stay until its gradients are reduced, behind all blocks.
+        head_share = 0.0
         in_block += stays
-        reduced = 0.0
-    blocks_share = FLOAT32_BYTES * (n.layers - 1) * n.block_weights / world_size
-    # Its last term, and that of the first: the whole gradients of the unit before.
-    last_block = n.layers * block + in_block + n.itemsize * n.head_weight
+        unreduced += head_gradient
+    shares = head_share + FLOAT32_BYTES * (n.layers - 1) * n.block_weights / world_size
     return {
         "loss": (0.0, alive["loss"] + stays),
         "output head": (0.0, alive["output head"] + stays + ahead),
-        "last block": (reduced, last_block),
-        "first block": (head_share + blocks_share, block + in_block + unit),
+        "last block": (head_share, n.layers * block + in_block + head_gradient),
+        "first block": (shares, block + in_block + unreduced),
     }
 
 
