@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from cs336_systems.checks.on_ranks import (
+    MEET,
     Property,
     checker_in_any_world,
     close,
@@ -83,9 +84,7 @@ class Toy(nn.Module):
     def forward(self, tokens, rarely=True):
         x = self.up(self.first(tokens)).tanh()
         x = self.frozen(self.inner(x) + self.inner[0].shift).tanh()
-        if rarely:
-            return self.rarely(x) + self.last(x)
-        return self.last(x)
+        return self.rarely(x) + self.last(x) if rarely else self.last(x)
 
 
 def module_state(wrapped):
@@ -137,7 +136,7 @@ def gradients(wrap, hint="", make=Toy, weights=module_state):
             yield f"{name!r} has changed before any optimizer step. All-reduce parameter.grad, not parameter."
     frozen = [name for name, x in alone.named_parameters() if not x.requires_grad]
     yield from wrong_kinds(wrapped, frozen)
-    yield ""  # SGD would raise
+    yield MEET  # SGD would raise
     SGD(wrapped.parameters(), lr=1.0).step()
     wrong = f"not the mean over the ranks (dist.get_world_size() is {ranks} here)"
     otherwise = f"{wrong}, or parameters() are not updated by it.{hint}"
@@ -151,8 +150,13 @@ def gradients(wrap, hint="", make=Toy, weights=module_state):
             "averaged twice. Divide it by the world size once.": total / ranks**2,
             "still this rank's own. Average it over the ranks, in place.": own.grad,
         }
-        what = f"the gradient of {name!r}"
-        yield from unlike(what, before[name] - after[name], total / ranks, diagnoses, otherwise)
+        yield from unlike(
+            f"the gradient of {name!r}",
+            before[name] - after[name],
+            total / ranks,
+            diagnoses,
+            otherwise,
+        )
 
 
 def wrong_kinds(wrapped, frozen=()):
@@ -175,11 +179,10 @@ def wrong_kinds(wrapped, frozen=()):
 
 
 def _overlaps(wrap):
-    module = Toy(0)
-    wrapped = wrap(module)
+    wrapped = wrap(Toy(0))
     store = open_store()
     ready = []
-    for parameter in module.parameters():
+    for parameter in wrapped.parameters():
         if parameter.requires_grad:
             # It is called after the wrapper's own hook.
             parameter.register_post_accumulate_grad_hook(ready.append)
@@ -265,5 +268,5 @@ def follow(wrap, how, make=Toy, weights=module_state, passes=1, options=lambda *
             if not close(whole[name], wanted):
                 off = f"{name!r} is {(whole[name] - wanted).abs().max():.1e} off"
                 yield f"{how}: after step {step + 1}, {off} what one process makes of the whole batch."
-        yield ""
+        yield MEET
     yield Property(how)

@@ -90,9 +90,11 @@ def _check_float32(check, visit, device):
     """With inputs of bfloat16."""
     q, k, v = _random_tiles(3, device).bfloat16()
     seen = torch.ones_like(q)
+    # Copies, for what the kernel writes: the output, and m + total.
     output = q.float()
     total = q[0].float()
     _visit_kernel[1,](q, k, v, seen, output, total, 1.5, 1, visit)
+    # Transposed, a column for each query, so that m is a row.
     scores = 1.5 * k.float() @ q.float().T
     m = scores.amax(0)
     wanted = m + (scores - m).exp2().sum(0)
@@ -108,14 +110,7 @@ def _check_float32(check, visit, device):
 
 
 @triton.jit
-def _mask_kernel(
-    seen_ptr,
-    row,
-    key,
-    n_keys,
-    visible: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
+def _mask_kernel(seen_ptr, row, key, n_keys, visible: tl.constexpr, CAUSAL: tl.constexpr):
     places = tl.arange(0, 16)
     column = places[:, None]
     # A mask of one row, without CAUSAL, is broadcast to (16, 16).

@@ -20,6 +20,7 @@ from cs336_systems.checks.ddp_checks import (
     wrong_kinds,
 )
 from cs336_systems.checks.on_ranks import (
+    MEET,
     Property,
     checker_in_any_world,
     close,
@@ -49,7 +50,7 @@ _LOW = torch.bfloat16
 def check_fsdp(wrap, *, only=()):
     """Try a sharding wrapper on a small model, in `world_size` CPU processes, against one process.
 
-    It is called as `fsdp_class(module, compute_dtype=None, **options)` and needs `.module`, `forward`,
+    It is called as `wrap(module, compute_dtype=None, **options)` and needs `.module`, `forward`,
     `finish_gradient_synchronization()` and `gather_full_parameters()`; see `on_ranks.checker`.
 
     Args:
@@ -136,10 +137,11 @@ def _keeps_its_share(wrap):
         # A shard may have a name of its own.
         has = sum(x.numel() for x in wrapped.module.get_submodule(layer).parameters())
         share = -(-n // dist.get_world_size())
-        if layer == "norm" and has != n:
+        if layer != "norm":
+            if has > share:
+                yield f"'{layer}.weight' still has {has} of {n} elements. A rank keeps its rows, {share}."
+        elif has != n:
             yield "'norm.weight' was sharded. Leave what is in no Linear or Embedding whole on every rank."
-        if layer != "norm" and has > share:
-            yield f"'{layer}.weight' still has {has} of {n} elements. A rank keeps its rows, {share}."
     before = {shard: shard.clone() for shard in wrapped.parameters()}
     wrapped.gather_full_parameters()
     if dist.get_world_size() > 1:
@@ -178,14 +180,16 @@ def _computes_with_whole_weights(wrap):
 
 
 def _collects(wrap):
-    """Of a class that has `collect`, as ours has."""
+    """Of a class that has `collect`, as the one that notebook 43 writes: it gathers some of its `weights`.
+
+    Of a weight, `shard` has this rank's rows, `all_rows` those of all and padding, `whole` views them.
+    """
     store = open_store()
     for asking in range(dist.get_world_size()):
         wrapped = wrap(_Layers(0))
         if not hasattr(wrapped, "collect"):
             return
-        weights = wrapped.weights[:3]
-        first, second, third = weights
+        weights = first, second, third = wrapped.weights[:3]
         # As autograd keeps them.
         storages = [weight.whole.untyped_storage() for weight in weights]
         is_asking = dist.get_rank() == asking
@@ -203,12 +207,12 @@ def _collects(wrap):
         tensors = [x for x in vars(first).values() if type(x) is Tensor and x is not first.all_rows]
         if first.shard.shape in [x.shape for x in tensors]:
             yield "collect keeps what was sent, when it has arrived. Drop it."
-        in_order = [x.numel for x in sent] == [x.whole.numel() for x in weights]
-        if not in_order or started != len(request):
+        sizes = [x.numel for x in sent]
+        if sizes != [x.whole.numel() for x in weights] or started != len(request):
             yield "collect does not start one all-gather of torch.distributed for each, in order."
         if waits:
             yield f"collect of rank {asking} waits for more than the first weight."
-        yield ""
+        yield MEET
     yield Property("collect asks for all, each once, and waits for the first alone")
 
 
@@ -222,11 +226,11 @@ def _casts_before_gathering(wrap):
         if shard.dtype != torch.float32:
             yield f"the shard of {name!r} is {shard.dtype}, not float32."
     for message in sent:
-        layer = _LAYER_OF.get(message.numel)
-        if layer and not _gathered(message):
-            yield f"{layer!r} travels by {message.collective}. An all-gather sends rows alone."
-        if layer and message.dtype != _LOW:
-            yield f"{layer!r} is gathered in {message.dtype}. Cast the shard before it is sent."
+        if layer := _LAYER_OF.get(message.numel):
+            if not _gathered(message):
+                yield f"{layer!r} travels by {message.collective}. An all-gather sends rows alone."
+            if message.dtype != _LOW:
+                yield f"{layer!r} is gathered in {message.dtype}. Cast the shard before it is sent."
     for name, x in after.items():
         if not torch.equal(x, weights[name]):
             yield f"{name!r} is no longer what it was. Send a copy that is cast, and leave the shard."
@@ -276,7 +280,7 @@ def _frees(wrap):
     wrapped.module.up.register_forward_hook(partial(_on_result, when_three_are_made))
     for step in range(2):
         _check_step(wrapped, step, mistakes)
-        yield mistakes[0] if mistakes else ""
+        yield mistakes[0] if mistakes else MEET
     yield Property(
         "gradients are reduce-scattered; whole ones, and weights in both passes, are freed"
     )
@@ -351,7 +355,7 @@ def _keeps_pace(wrap):
                 f"rank {first} is held up by others that are still at {late[0]!r}. Send with async_op=True, "
                 "wait for a layer's own gather and for older gradients alone."
             )
-        yield ""
+        yield MEET
     yield Property("no rank waits until the others have come as far")
 
 
@@ -368,9 +372,9 @@ def _late_layers(wrap, store, first):
             ahead[layer] = message
 
     def enter(layer, *_):
-        reached.append(layer)
         if is_first:
             store.set(f"{first} {len(reached)}", "")
+        reached.append(layer)
 
     def compute(layer, *_):
         ahead.pop(layer, None)
@@ -381,7 +385,9 @@ def _late_layers(wrap, store, first):
         waits = any(gather.waits for gather in ahead.values())
         # The first never does, and nobody twice.
         holds = not is_first and not late
-        if waits or (holds and not comes(store, f"{first} {len(reached) + 1 + lead}")):
+        # All gathers that the first needs for this layer and `lead` more have started: it comes to the next.
+        further = len(reached) + lead
+        if waits or (holds and not comes(store, f"{first} {further}")):
             late.append(layer)
 
     _second_step(wrap, note, enter, compute)

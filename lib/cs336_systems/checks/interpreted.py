@@ -1,9 +1,9 @@
-"""Triton's interpreter, in a third of the time.
+"""Triton's interpreter, in about half of the time.
 
 Wherever a kernel calls a function, Triton looks through all names of its language for what to interpret,
-though the kernel's launch has done so: that is half of what most kernels take here. Of the rest a third is
-for sums and products of integers, computed once more in 64 bits for an assertion that is made only where
-Triton debugs; and for each result it makes its table of NumPy's types.
+though the kernel's launch has done so: that is up to half of what our kernels take here. Of the rest up to a
+third is for sums and products of integers, computed once more in 64 bits for an assertion that is made only
+where Triton debugs; and for each result it makes its table of NumPy's types.
 """
 
 from dataclasses import replace

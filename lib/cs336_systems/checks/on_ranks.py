@@ -19,20 +19,23 @@ class Property(str):
     """The name of what a checker has asked of a candidate, and has held."""
 
 
+MEET = ""
+
+
 def checker(properties, also_alone=False):
     """Makes `properties(candidate, **wanted)` a check(candidate, *, world_size=2, timeout_s=60, **options).
 
     Every rank of some CPU processes runs the generator, which yields what is wrong, the likeliest first, and
     behind it the Property that has held. There all ranks meet: none goes on once one has found a mistake, and
-    all communication of a property is over. "" lets them meet where nothing is to be said yet. What holds is
-    printed. Options that are not `wanted` are for the candidate, which may be defined in a notebook.
+    all communication of a property is over. With MEET they meet where nothing is to be said yet. What holds
+    is printed. Options that are not `wanted` are for the candidate, which may be defined in a notebook.
     It raises AssertionError: what is wrong, where, and how to mend it.
     also_alone: in the end every rank is asked all of it again, in a world of its own.
     """
 
     @wraps(properties)
     def check(candidate, *, world_size=2, timeout_s=60.0, **options):
-        names = options.keys() & signature(properties).parameters.keys()
+        names = options.keys() & signature(properties).parameters
         wanted = {name: options.pop(name) for name in names}
         configured = partial(candidate, **options) if options else candidate
         job = cloudpickle.dumps((configured, partial(properties, **wanted)))
@@ -123,6 +126,7 @@ def close(a, b):
 
 def unlike(what, tensor, wanted, diagnoses, otherwise, alike=close):
     """Nothing where a tensor is the wanted one; else what it is: the diagnosis whose tensor it is like."""
+    # That ends the check: nobody asks on.
     if tensor is None:
         yield f"{what} is missing. Keep forward inside autograd, its all-reduce too."
     if not alike(tensor, wanted):

@@ -7,7 +7,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from cs336_systems.checks.on_ranks import Property, checker_in_any_world, from_all, observed, unlike
+from cs336_systems.checks.on_ranks import (
+    MEET,
+    Property,
+    checker_in_any_world,
+    from_all,
+    observed,
+    unlike,
+)
 
 # They alternate: assigned in turn, all large ones would fall to one rank.
 _SHAPES = 4 * ((16, 16), (16,))
@@ -76,7 +83,7 @@ def _updates_all(make):
             # Of equal shares each may be filled up.
             if sum(message.bytes for message in sent) >= 2 * nbytes:
                 yield "step() sends the parameters twice, or more. Broadcast each once, from its owner."
-            yield ""
+            yield MEET
     yield Property("Every rank has the weights that one AdamW gives, or one SGD, bit for bit")
 
 
@@ -91,12 +98,15 @@ def _leaves_unused_alone(make):
 
 
 def _has_groups(make):
-    def in_two(params):
-        return [{"params": params[::2], "weight_decay": 0.5}, {"params": params[1::2], "lr": 0.01}]
-
-    pair = _Pair(make, groups=in_two)
+    pair = _Pair(
+        make,
+        groups=lambda params: [
+            {"params": params[::2], "weight_decay": 0.5},
+            {"params": params[1::2], "lr": 0.01},
+        ],
+    )
     yield from pair.step("with two groups,", "Hand the one inside groups, each with its settings.")
-    yield ""
+    yield MEET
     for optimizer in (pair.optimizer, pair.candidate):
         optimizer.param_groups[0]["lr"] = 1e-3
         optimizer.param_groups[1] |= {"betas": (0.5, 0.7), "weight_decay": 0.9}
@@ -113,7 +123,7 @@ def _has_groups(make):
             "after add_param_group,",
             "Give the optimizer inside its part, with its settings; keep the first group's states.",
         )
-        yield ""
+        yield MEET
     yield from pair.sharing_mistakes()
     yield Property(
         "A group that is added after some steps is trained with its settings, and sharded like the first"
@@ -172,7 +182,7 @@ class _Pair:
         self.candidate = make(groups(self.sharded), Recording, **settings)
 
     def set_gradients(self, without=None):
-        """The same on every rank, as data parallelism leaves them."""
+        """The same on every rank, as data parallelism leaves them; `before` is set to the parameters."""
         self.before = [x.clone() for x in self.sharded]
         for n, parameter in enumerate(self.alone):
             gradient = torch.randn(parameter.shape, generator=self.generator)
@@ -218,9 +228,9 @@ class _Pair:
 
 def _state_bytes(optimizers):
     """Of the moments of each parameter; a count of steps is one number."""
-    sizes = {}
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            # Optimizers of single buckets may share it.
-            sizes[id(state)] = sum(x.nbytes for x in state.values() if x.numel() > 1)
-    return sizes.values()
+    # By identity: optimizers of single buckets may share a state.
+    return {
+        id(state): sum(x.nbytes for x in state.values() if x.numel() > 1)
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+    }.values()

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cs336_systems.checks.on_ranks import Property, checker, observed, unlike
+from cs336_systems.checks.on_ranks import MEET, Property, checker, observed, unlike
 from cs336_systems.model import SwiGLU
 
 # Different sizes, so that a wrong cut shows.
@@ -43,7 +43,7 @@ def _in_groups(properties, *candidate):
     alone, _ = dist.new_subgroups(1)
     for finding in properties(*candidate, alone):
         held = isinstance(finding, Property)
-        yield "" if held else f"in a group of this rank alone, {finding} Use the group."
+        yield MEET if held else f"in a group of this rank alone, {finding} Use the group."
 
 
 def _is_whole(layer_class, group):
