@@ -70,6 +70,7 @@ def _hook_modules(model: nn.Module, hooks: ExitStack) -> None:
         label = name.removeprefix(f"{parent}.")
         opened = list[AbstractContextManager]()
 
+        # Defaults: when these are called, the names are the last module's.
         def enter(module, inputs, opened=opened, label=label) -> None:
             if not torch.compiler.is_compiling():
                 opened.append(annotate(label))

@@ -20,7 +20,8 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 def split_bf16(x):
     """A float32 tile as the sum of three of bfloat16.
 
-    The rest of an infinite number is NaN, as it is of the few below 2^128 that bfloat16 rounds up to it.
+    Of an infinite number x1 and x2 are NaN. Of the few numbers below 2^128 that bfloat16 rounds up to
+    infinity x1 is minus infinity, and x2 NaN; likewise of their negatives.
     """
     x0 = x.to(tl.bfloat16)
     rest = x - x0.to(tl.float32)
@@ -68,7 +69,7 @@ def split_kernel(
     ROW: tl.constexpr,
     form: tl.constexpr,
 ):
-    """Split q, k, v and, where the grid has programs for it, do; into rows of ROW numbers.
+    """Split the numbers of q, k, v and, where the grid has programs for it, do; into rows of ROW numbers.
 
     Grid: (row tiles * batch * heads of all of them,).
     """

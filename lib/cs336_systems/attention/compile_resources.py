@@ -114,9 +114,9 @@ def print_tiles(capability: int = 90):
 
 def compile_shipped(job: Job) -> list[dict[str, Any]]:
     """The rows of one job, in this process."""
-    kernel, *place = job
-    tiles = tuning_for_capability(*place).all_tiles(kernel)
-    return [compile_one(kernel, *place, tile) for tile in tiles]
+    kernel, *setting = job
+    tiles = tuning_for_capability(*setting).all_tiles(kernel)
+    return [compile_one(kernel, *setting, tile) for tile in tiles]
 
 
 def compile_one(

@@ -67,6 +67,7 @@ def bwd_postprocess_kernel(
     start = dq_accum_ptr + tl.program_id(0).to(tl.int64) * (BLOCK_M * BLOCK_D)
     pieces = tl.load(start + tl.arange(0, BLOCK_M * BLOCK_D)) * scale
     PARTS: tl.constexpr = (BLOCK_D + 63) // 64
+    # Part of the columns, 16 rows, 8 columns; row of 8, pair of columns, lower or upper 8 rows, column of it.
     pieces = tl.reshape(pieces, [PARTS, BLOCK_M // 16, BLOCK_D // PARTS // 8, 8, 4, 2, 2])
     dq = tl.reshape(tl.permute(pieces, [1, 5, 3, 0, 2, 4, 6]), [BLOCK_M, BLOCK_D])
     rows = place[0] * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -252,7 +252,7 @@ class FlashAttentionTriton(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do: Tensor):
-        # Decorated, it would be one call more in the usual case.
+        # Decorated, it would be one call more in the usual case. This calls it again, under no_grad.
         if torch.is_grad_enabled() and not is_compiling():
             return first_order_only(FlashAttentionTriton.backward)(ctx, do)
         q, k, v, o, logsumexp, *residual = ctx.saved_tensors

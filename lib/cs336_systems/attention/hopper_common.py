@@ -27,10 +27,12 @@ def _tma_add(dst, place, buffer, _semantic=None):
     )
 
 
-# What Gluon has renamed, under one name here: in 3.7, in 3.9 (3.8 knows both), and in 3.9.
+# What Gluon has renamed, under one name here. In 3.7:
 block_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+# In 3.9; 3.8 knows both names.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+# In 3.9.
 _Buffers = gl.shared_memory_descriptor
 reinterpret = getattr(_Buffers, "reinterpret", None) or _Buffers._reinterpret
 # And what it has a function for since 3.8.

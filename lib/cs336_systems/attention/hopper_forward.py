@@ -186,6 +186,7 @@ def consume(
 ):
     """O and L of one consumer's queries of every work tile."""
     _, buffers, barriers, sizes, _ = shared
+    # By SLOTS, as in `produce`.
     CONSUMERS: gl.constexpr = buffers[0].shape[0] // (2 if PERSISTENT else 1)
     work = gl.program_id(0)
     ring = (0, 0)
@@ -219,7 +220,10 @@ def attend(
     CAUSAL: gl.constexpr,
     EVEN_KEYS: gl.constexpr,
 ):
-    """O and L of one consumer's queries of a work tile, with Q in this slot. Returns the ring after it."""
+    """O and L of one consumer's queries of a work tile. Returns the ring after it.
+
+    slot: of qs and of its barriers, this consumer's; elsewhere a slot is a work tile's, for all consumers.
+    """
     _, buffers, barriers, sizes, output = shared
     qs, ks, vs = buffers[:3]
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers[:6]
@@ -343,6 +347,7 @@ def hopper_forward_kernel(
     """
     dtype: gl.constexpr = q_src.dtype
     consumers: gl.constexpr = BLOCK_M // QUERIES
+    # Of all consumers: each has SLOTS.
     slots: gl.constexpr = consumers * (2 if PERSISTENT else 1)
     qs = new_tiles(dtype, slots, QUERIES, BLOCK_D)
     ks = new_tiles(dtype, STAGES, BLOCK_N, BLOCK_D)

@@ -13,7 +13,7 @@ MAX_HEAD_SIZE = 256
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise a TypeError for anything but three tensors."""
+    """Raise a TypeError for anything but three tensors. Of what kind, `check_inputs` asks."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         kinds = ", ".join(type(x).__name__ for x in (q, k, v))
         raise TypeError(f"q, k, v are {kinds}; allowed: three tensors")

@@ -134,6 +134,7 @@ class Launcher:
         """Of the plan's kernels, by their names, and of those before and after them."""
         tiles = self.plan.tiles
         launches = {kernel: self._tile_launch(kernel, tile) for kernel, tile in tiles.items()}
+        # "split" cuts numbers into three parts. plan.splits cuts loops, and "merge" is for these alone.
         if self.bf16x3:
             launches["split"] = self._split_launch()
         if self.plan.splits > 1:

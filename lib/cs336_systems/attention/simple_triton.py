@@ -309,7 +309,7 @@ def dkdv_kernel(
 
 
 def launch_backward(kernel, do, q, k, v, o, lse, is_causal, outputs, tile=(32, 32), **options):
-    """A program for each tile of what `outputs` are gradients of, queries or keys; options: num_warps, ..."""
+    """A program for each tile of queries if the kernel is dq_kernel, else of keys; options: num_warps, ..."""
     q, k, v, do, o, lse = (x.contiguous() for x in (q, k, v, do, o, lse))
     n_queries, d = q.shape[-2:]
     n_keys = k.shape[-2]

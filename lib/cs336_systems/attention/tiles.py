@@ -1,13 +1,18 @@
 """The kernels and tiles for a dtype and head size on a GPU; TMA or pointers. `choose` picks from these.
 
 There is no autotuner: it would measure again in every process, and its choice would change from run to run.
-By ptxas 12.8 (Triton 3.6 and 3.7; `compile_resources` asks others) almost no tile spills registers: Hopper's
-own kernels in any form, hopper_backward up to 100 bytes, the others causal. Of their other forms a few of
-"ieee" spill up to 24 bytes, and up to 144 where their loop is split. Two float32 tiles for heads of 128 spill
-and yet are fastest: bf16x3_dkdv's, 1.3 kB a thread (two others, which spill 0.5, took 1.36 times as long, and
-the same kernel in Gluon, without spills, 1.15 times), and backward's, 804 bytes (another, which spills 108,
-took 1.4 times as long). Hopper's were chosen by measurements on an H200. The portable ones, for all other
-GPUs, were only compiled: they fit the 99 KiB of shared memory that a block has on the smallest.
+By ptxas 12.8 (Triton 3.6 and 3.7; `compile_resources` asks others) threads spill registers of
+
+    Hopper's own kernels, in any form    none, but hopper_backward up to 100 bytes
+    the others, causal                   none
+    the others, in other forms           none, but a few of "ieee" up to 24 bytes, if their loop is split 144
+
+But two float32 tiles for heads of 128 spill, and yet are fastest: bf16x3_dkdv's, 1.3 kB (two others, which
+spill 0.5, took 1.36 times as long, and the same kernel in Gluon, without spills, 1.15 times), and backward's,
+804 bytes (another, which spills 108, took 1.4 times as long).
+
+Hopper's tiles were chosen by measurements on an H200. The portable ones, for all other GPUs, were only
+compiled: they fit the 99 KiB of shared memory that a block has on the smallest.
 """
 
 from collections import defaultdict

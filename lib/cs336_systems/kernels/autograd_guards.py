@@ -39,7 +39,7 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _once(gradients: tuple, sources: tuple, function: str) -> tuple:
-    """The gradients, behind a node that raises and leads to what they were made from."""
+    """The gradients, which nobody may differentiate once more: between them and the sources a node raises."""
     reason = "has no second derivative: its gradient (create_graph=True) was differentiated"
     leaves = [None if x is None else x.detach().requires_grad_() for x in gradients]
     inputs = [x for x in sources if x is not None and x.requires_grad]

@@ -60,7 +60,8 @@ def cross_entropy_kernel(
         total = total * tl.exp(maximum - larger) + tl.sum(tl.exp(z - larger[:, None]), 1)
         maximum = larger
     total = tl.where(rows < n_rows, total, 1.0)
-    # Never l itself: as large as the logits, it would be rounded as coarsely, and every probability with it.
+    # Never by the logsumexp, log s + m: as large as the logits, it would be rounded as coarsely, and every
+    # probability with it.
     loss = tl.log(total) + (maximum - target_logit)
     tl.store(loss_ptr + rows, tl.where(counts, loss, 0.0), mask=rows < n_rows)
     # Every warp has to have read the logits of its targets before any is overwritten.

@@ -35,11 +35,11 @@ def _bits(numbers: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         single = numbers.astype(np.float32)
     bits = single.view(np.uint32)
-    # Of these operators + comes first, then >>, then &. The upper 16 bits stay. 0x7FFF carries into them if
-    # the lower were more than 0x8000, a half of the last that stays; if that one is_odd, a half carries, too:
-    # 0x3F808000 (1 + 2^-8) becomes 0x3F80, 0x3F818000 (1 + 3 * 2^-8) 0x3F82.
-    is_odd = bits >> 16 & 1
-    nearest = bits + np.uint32(0x7FFF) + is_odd >> 16
+    # The upper 16 bits stay. 0x7FFF carries into them if the lower were more than 0x8000, a half of the last
+    # that stays; if that one is_odd, a half carries, too: 0x3F808000 (1 + 2^-8) becomes 0x3F80, 0x3F818000
+    # (1 + 3 * 2^-8) 0x3F82.
+    is_odd = (bits >> 16) & 1
+    nearest = (bits + np.uint32(0x7FFF) + is_odd) >> 16
     return np.where(np.isnan(single), 0x7FFF, nearest).astype(np.uint16)
 
 

@@ -21,7 +21,8 @@ from cs336_systems.kernels.tensors import as_rows, check_tensors
 
 TILE = 4096  # elements of a tile, where a row has no more
 WIDEST = 32_768  # the longest row whose elements fit into the registers of one program
-# Of the backward, whose programs loop over many rows: it leaves 128 registers a thread.
+# Of the backward, whose programs loop over many rows. Two leave a thread 128 registers in rows of up to 4,096
+# elements, 64 in rows of up to 8,192, else 32; where it takes more, an SM runs one at a time.
 PROGRAMS_PER_SM = 2
 # Bytes of shared memory that the next two tiles of dy and x may take on their way.
 PREFETCHED = 2**16
@@ -88,7 +89,7 @@ def rms_norm_backward_kernel(
         n = x * r
         g = dy * w
         dx = r * (g - n * (tl.sum(g * n, 1, keep_dims=True) / d))
-        # Added here, in float32, the residual's gradient costs one read: a sum of its own would cost three.
+        # Added here, in float32, the residual's gradient costs one read: a sum of its own, two and a write.
         if residual_ptr is not None:
             dx += load_float32(residual_ptr + rows * d + columns, inside)
         tl.store(dx_ptr + rows * d + columns, dx, mask=inside)
@@ -135,7 +136,7 @@ def backward(
         residual = residual.contiguous()
         y = torch.empty_like(dx)
     tiles, options = row_tiles(n_rows, d, TILE, WIDEST, 32)
-    # As many programs as the GPU holds at once, each with a row of partial sums of dw.
+    # About as many programs as the GPU holds at once, each with a row of partial sums of dw.
     tiles_each = triton.cdiv(tiles, PROGRAMS_PER_SM * runtime.sm_count(x.device))
     rows_each = max(1, options["ROWS"] * tiles_each)
     partial = x.new_empty((triton.cdiv(n_rows, rows_each), d), dtype=torch.float32)

@@ -65,12 +65,14 @@ def rotary_kernel(
 @kernel_function
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     """x (..., s, d) turned by the angles of the tables (s or more, d / 2), or back; in x's layout, mostly."""
+    # (batch, heads, s, d): dimensions are added, or all before the heads folded into one.
     x4 = x[(None,) * (4 - x.dim())] if x.dim() <= 4 else x.flatten(0, -4)
     if x4.stride(-1) != 1:
         x4 = x4.contiguous()
     batch, heads, sequence, d = x4.shape
     # It has x's strides: heads that lie side by side in x, as the model's, do so in y.
     y4 = torch.empty_like(x4)
+    # 2 * d is no limit: the next power of two is less.
     tiles, options = row_tiles(sequence, d, TILE, 2 * d, 4)
     tensors = (x4, cos.contiguous(), sin.contiguous(), y4)
     sizes = x4.stride()[:3] + y4.stride()[:3] + (heads, sequence, d)

@@ -82,6 +82,7 @@ def row_tiles(
     """How many tiles, and their ROWS, COLUMNS and num_warps: whole rows up to `widest` columns."""
     columns = min(triton.next_power_of_2(d), widest)
     rows = max(1, min(elements // columns, triton.next_power_of_2(n_rows)))
+    # A warp for 512 elements, 16 a thread.
     num_warps = min(max(rows * columns // 512, 4), most_warps)
     return triton.cdiv(n_rows, rows), {"ROWS": rows, "COLUMNS": columns, "num_warps": num_warps}
 

@@ -106,7 +106,7 @@ class FSDP(DataParallel):
         self._ahead_in_backward = min(prefetch, 1) if self._unit_types else prefetch
         # As an ordered set.
         self._gathered: dict[ParameterGroup, None] = {}
-        # Whole gradients on their way, and what waits for their means.
+        # Whole gradients, held while they are on their way, and what waits for their means.
         self._reductions = deque[tuple[list[Tensor], Callable[[], Any]]]()
         # In which forward uses the groups, and the place of each module in it.
         self._order: list[ParameterGroup] = []
@@ -123,6 +123,7 @@ class FSDP(DataParallel):
     __reduce_ex__ = guards.refuse_copies
 
     def _check_module(self) -> None:
+        """Also note what `__init__` goes on with: the weights to shard (an ordered set), and their homes."""
         super()._check_module()
         name = type(self.module).__name__
         homes = list(dict.fromkeys(self._find_homes(self.module)))
@@ -150,7 +151,7 @@ class FSDP(DataParallel):
 
     def _find_homes(self, module: nn.Module, unit: nn.Module | None = None) -> Iterator[Home]:
         """Of every parameter that has rows."""
-        # torch.compile(block) holds the block, and is what is called.
+        # torch.compile(block) holds the block, and is what is called: the unit is it, not the block inside.
         inner = getattr(module, "_orig_mod", module)
         if unit is None or getattr(unit, "_orig_mod", None) is not module:
             kinds = {kind.__name__ for kind in type(inner).__mro__}
@@ -232,17 +233,23 @@ class FSDP(DataParallel):
     def _after_forward(
         self, group: ParameterGroup, module: nn.Module, args: tuple, output: Any
     ) -> None:
+        """Have backward gather the group when it comes to the results; free it here, or only offer shards.
+
+        In backward, where a checkpoint computes a forward once more, its modules keep the whole weights.
+        """
         self._leave(group)
         # One user may be inside of another.
         if group.calls:
             return
         results = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
         if torch.is_grad_enabled():
+            # A module that only backward calls has no place, and nothing is gathered ahead of it.
             position = self._positions.get(module, 0)
             for tensor in results:
                 tensor.register_hook(lambda _: self._before_backward(group, position))
         if group.state is State.IN_BACKWARD:
             return
+        # It may be gone already: after an error, or a backward pass inside of its forward.
         if group in self._gathered and not self._stays(group, bool(results)):
             self._free(group)
         else:
@@ -329,7 +336,8 @@ class FSDP(DataParallel):
             self._start_reduction(group)
 
     def _start_reduction(self, group: ParameterGroup) -> None:
-        # An earlier pass may bring what this one lacks.
+        """Send the whole gradients of a group; `_wait_for_reductions` brings the means to the shards."""
+        # Of a weight that this pass lacks an earlier one may still bring `parameter.grad`, read below.
         if any(weight.whole.grad is None for weight in group.weights):
             self._wait_for_reductions()
         for parameter, whole in group.weights:

@@ -154,6 +154,7 @@ def stream(
         raise TypeError(
             f"the worker or its arguments cannot be sent to other processes: {error}"
         ) from error
+    # From here on a worker is a process; the function is in `call`.
     workers: list[_Worker] = []
     with tempfile.TemporaryDirectory(prefix="cs336-launch-") as folder:
         job = _Job(call, world_size, backend, deadline, Path(folder), dict(os.environ))
@@ -225,6 +226,7 @@ class _Worker:
         for path in sorted(self.folder.glob(f"message-{self.rank}-*")):
             state, content = pickle.loads(path.read_bytes())
             path.unlink()
+            # Still: it has called `context.send`.
             if state == "runs":
                 yield content
             else:

@@ -111,15 +111,16 @@ class OverlappedDDP(DataParallel):
         self._start_pass()
 
     def _may_be_taken(self, parameter: Tensor) -> bool:
-        # Its hooks tell which gradients were there; see below.
+        # Its hooks tell which gradients were there: `_average_gradients` refuses.
         return False
 
     def _average_gradients(self) -> None:
+        # Ready, but gone: now, or when its bucket left, so that `_gradient` has put zeros there.
         if any(self._trainable[i].grad is None or i in self._unused for i in self._ready):
             raise RuntimeError(GRADIENT_IS_GONE)
         self._complete_pass()
         if self._observed is not None:
-            # What the step did not use comes behind the rest.
+            # All take rank 0's order of the first step. What that did not use comes behind the rest.
             observed = self._observed | dict.fromkeys(reversed(range(len(self._trainable))))
             order = torch.tensor(list(observed), device=self._trainable[0].device)
             dist.broadcast(order, src=0)

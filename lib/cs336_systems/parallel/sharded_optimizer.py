@@ -63,7 +63,8 @@ class ShardedOptimizer(Optimizer):
         self._owners: dict[Tensor, int] = {}
         # Where the parameters are since they lie in buckets.
         self._addresses: dict[Tensor, int] = {}
-        # The whole one knows the settings of the groups, which are added one by one and laid out together.
+        # The whole one knows the settings of the groups. `super().__init__` adds them one by one, before
+        # `_is_made`; they are laid out together.
         whole = self._make(params)
         self._is_made = False
         super().__init__(whole.param_groups, whole.defaults)
@@ -78,7 +79,6 @@ class ShardedOptimizer(Optimizer):
         if self._is_made:
             self._lay_out(self.param_groups[-1:])
 
-    # [-1:] is the newest bucket, or none: without a trainable parameter there is no bucket.
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this rank's shard and get the others'; returns the closure's loss, if there is a closure."""
@@ -99,7 +99,8 @@ class ShardedOptimizer(Optimizer):
             messages.append(all_gather(memory.whole, memory.segments[self._rank], async_op=True))
         for message in messages:
             message.wait()
-        # Some optimizers count in their settings. The newest bucket has all groups.
+        # Some optimizers count in their settings. The newest bucket has all groups; without a trainable
+        # parameter there is no bucket, and [-1:] is empty.
         for _, optimizer in self._buckets[-1:]:
             _copy_settings(optimizer.param_groups, self.param_groups)
         return loss

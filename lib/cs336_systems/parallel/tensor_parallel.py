@@ -74,6 +74,7 @@ class TensorParallelSwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., d_model), the same on every rank, as is what comes out."""
+        # Of x the gradients are summed, in backward; of the result the terms, here.
         x = _Sum.apply(x, self.group, False)
         hidden = F.silu(F.linear(x, self.w1)) * F.linear(x, self.w3)
         return _Sum.apply(F.linear(hidden, self.w2), self.group, True)

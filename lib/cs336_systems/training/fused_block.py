@@ -75,6 +75,7 @@ class BlockFunction(torch.autograd.Function):
         n1, r1 = rms_norm.forward(rows, w.ln1, eps1)
         q, k, v = _qkv(n1, w, cos, sin, ctx.shape)
         del n1
+        # residual: what L lost when it was rounded, of float32 alone; not the stream that a block adds to.
         o, logsumexp, *residual = flash_forward(q, k, v, True)
         h = torch.addmm(rows, _rows(o), w.o.T)
 
@@ -174,7 +175,8 @@ def _feed_forward_backward(dy: Tensor, a: Tensor, b: Tensor, w: Weights) -> tupl
     dc = w.w2.T @ dy.T
     ab = _stack(a, b)
     da, db = ab.chunk(2)
-    # In place: at 32,768 tokens each of these is 0.7 GiB. What was dc is c from here on.
+    # In place: at 32,768 tokens each of these is 0.7 GiB. What was dc is c from here on. Where
+    # `_stack` gives a view, a and b are overwritten, else its copy is.
     swiglu.launch_backward(dc, da, db, da, db, dc)
     c = dc
     dn2 = ab.T @ _stack(w.w1, w.w3)
