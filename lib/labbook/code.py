@@ -223,9 +223,8 @@ def _read(node):
         binds = set()
     imports = _imports(tree)
     tables = _tables(tree)
-    # Last, for it changes the tree.
-    text = normalised(tree)
-    return Statement(imports, looks_up, binds, changes, tables, text)
+    # The text last, for to make it changes the tree.
+    return Statement(imports, looks_up, binds, changes, tables, normalised(tree))
 
 
 def _tables(tree):

@@ -110,8 +110,7 @@ class Page:
         both = beside_published(theirs, rows, keys, value)
         numbers = ["theirs", "ours", "ratio"]
         both[numbers] = both[numbers].map(significant)
-        caption = f"Beside public reports: {column_label(value)}, theirs over ours"
-        show(both, caption, folded=True)
+        show(both, f"Beside public reports: {column_label(value)}, theirs over ours", folded=True)
 
     def save(self, rows: Iterable[Mapping], table: str):
         """Save rows as this machine's, and print what came out, a line for each that says something new."""

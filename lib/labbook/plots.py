@@ -197,7 +197,7 @@ def _draw_groups(axes, heights, colors, **style):
     """Bars for each line of a table, side by side, or stacked; numbers beside them are plain."""
     places = len(heights) * min(len(axes.figure.axes), 3)
     # About 96 characters fit across the figure.
-    characters = min(16, max(8, 96 // places))  # below a group, so that names do not touch
+    characters = np.clip(96 // places, 8, 16)  # below a group, so that names do not touch
     names = [
         textwrap.fill(value_label(name, heights.index.name), characters, break_long_words=False)
         for name in heights.index

@@ -79,5 +79,4 @@ def _read():
     first, *lines = _path().read_text(encoding="utf-8").splitlines()
     name, _, commit_and_date = first.partition(" ")
     # A line has the hash first.
-    hashes = dict(reversed(line.split(" ", 1)) for line in lines)
-    return name, commit_and_date, hashes
+    return name, commit_and_date, dict(reversed(line.split(" ", 1)) for line in lines)

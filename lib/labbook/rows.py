@@ -113,8 +113,8 @@ def run_counts(slug: str, machine: str) -> Counter[tuple[str, str]]:
     """How many rows of each table of a problem each run measured on a machine; "" is an unknown one."""
     counts = Counter()
     for table in schema().tables:
-        path = find(machine, slug, f"{table}.csv")
-        counts.update((table, run) for run in _read(path)["run"])
+        rows = _read(find(machine, slug, f"{table}.csv"))
+        counts.update((table, run) for run in rows["run"])
     return counts
 
 

@@ -175,7 +175,7 @@ def training_drift(
 
 
 def _differences(alone: nn.Module, wrapped: nn.Module) -> dict[str, float]:
-    """Of any weight of any rank: from the process alone, and from another rank."""
+    """Of any weight of any rank: from the process alone, and from another rank. Gloo may lose a NaN."""
     weights = parameters_to_vector(alone.parameters()).detach()
     low = parameters_to_vector(wrapped.parameters()).detach()
     high = low.clone()

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -130,25 +131,29 @@ def _entries(profile, profiles, names):
 
 
 def estimated_s(job: Job, at_once: int) -> float:
-    """Seconds that a job may take, by its last run here, or else, if it has parameters, on the reference.
+    """Seconds that a job may take, by its runs here, or else, if it has parameters, on the reference.
 
-    They are those between the first rows and the last, and `_START_S` for the rest of the page, which some
-    have at once; NaN where neither ran it.
+    They are those between the first rows of a run and its last, and `_START_S` for the rest of the page, in
+    which some overlap; NaN where neither ran it.
     """
     pattern = f"runs/*-{job.notebook.stem[3:]}-*.json"
-    paths = []
     # What a GPU takes for another machine's defaults says nothing here.
-    if job.parameters:
-        paths += sorted(project().figures.glob(f"{project().reference}*/{pattern}"))
-    here = sorted(figures_dir().glob(f"*/{pattern}"))
-    paths += [path for path in here if path.parts[-3] not in project().committed]
-    # Those from here before the reference's, and of a machine the newest first, as times begin their names.
-    for path in reversed(paths):
+    others = project().figures.glob(f"{project().reference}*/{pattern}") if job.parameters else []
+    here = [
+        path
+        for path in figures_dir().glob(f"*/{pattern}")
+        if path.parts[-3] not in project().committed
+    ]
+    seconds = Counter()
+    for path in sorted(others) + sorted(here):
         record = read_record(path, Record)
         if job.parameters.items() <= record.parameters.items():
             first, last = map(datetime.fromisoformat, record.measured_at)
-            return (last - first).total_seconds() + _START_S / at_once
-    return np.nan
+            # A job that was resumed has several runs, each with rows on record.
+            like = record.machine, str(record.parameters)
+            seconds[like] += (last - first).total_seconds()
+    # The last are from here, if any are.
+    return seconds[like] + _START_S / at_once if seconds else np.nan
 
 
 def run_batch(
@@ -163,8 +168,7 @@ def run_batch(
     Raises KeyboardInterrupt: Ctrl-C; what was running ends with this process.
     """
     make_folder(folder, "name one that can: --output FOLDER")
-    if at_once > 1:
-        os.environ["LABBOOK_LOCK"] = str(folder / ".measuring")  # of the kernels
+    os.environ["LABBOOK_LOCK"] = str(folder / ".measuring")  # of the kernels
     seconds = {job.name: estimated_s(job, at_once) for job in jobs}
     outcomes = []
     with tqdm.tqdm(total=len(jobs), unit="notebook", disable=None) as bar:
@@ -183,10 +187,12 @@ def run_batch(
     return outcomes
 
 
-def in_turn(jobs: Sequence[Job]) -> tuple[list, list]:
+def in_turn(jobs: Sequence[Job]) -> list[list]:
     """Jobs that may run at once, and those after them that show what the others found."""
-    last = [job for job in jobs if notebooks.is_last(job.notebook.stem)]
-    return [job for job in jobs if job not in last], last
+    return [
+        [job for job in jobs if notebooks.is_last(job.notebook.stem) == comes_last]
+        for comes_last in (False, True)
+    ]
 
 
 def _finish(job, folder, force, write):

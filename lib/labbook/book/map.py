@@ -138,8 +138,7 @@ def map_table(entries: dict[str, Entry]) -> str:
 def main_question(text: str) -> str:
     """The first sentence that asks something in four words or more; without one, the first sentence."""
     parts = sentences(text.removeprefix("(a) "))
-    asking = (part for part in parts if part.endswith("?") and part.count(" ") > 2)
-    return next(asking, parts[0])
+    return next((part for part in parts if part.endswith("?") and part.count(" ") > 2), parts[0])
 
 
 def show_headline(entry: Entry) -> None:
@@ -156,8 +155,8 @@ def show_headline(entry: Entry) -> None:
 
 def _small(picture):
     """The PNG with fewer pixels and colours: enough to read it, and all stay below 1 MB together."""
-    png = base64.b64decode(picture.data["image/png"])
-    image = Image.open(io.BytesIO(png)).convert("RGB")
+    png = io.BytesIO(base64.b64decode(picture.data["image/png"]))
+    image = Image.open(png).convert("RGB")
     image.thumbnail((800, image.height), Image.Resampling.LANCZOS, reducing_gap=None)
     # Of Pillow's ways the one that keeps the colour of a thin line; the others give two lines one colour.
     image = image.quantize(64, Image.Quantize.MAXCOVERAGE, kmeans=1, dither=0)

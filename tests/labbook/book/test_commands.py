@@ -53,12 +53,13 @@ def command(*arguments) -> int:
 @pytest.mark.parametrize(
     ("gpus", "planned"), [(0, "42 s  11_one"), (1, "? s  12_two"), (2, "0 s"), (6, "42 s  11_one")]
 )
-def test_the_profile_is_what_the_machine_has_and_its_time_that_of_the_last_run(
+def test_the_profile_is_what_the_machine_has_and_its_time_that_of_its_runs(
     folder, monkeypatch, capsys, gpus, planned
 ):
     record = Record("run", "one", "mine", "none", "2.15", "3.9")
-    record.measured_at = [f"2026-01-01T00:00:{second}Z" for second in (10, 22)]
-    write_record(folder / "figures/mine/runs/20260101-one-1234.json", record)
+    record.measured_at = ["2026-01-01T00:00:10Z", "2026-01-01T00:00:16Z"]
+    for run in "12":  # killed, and resumed
+        write_record(folder / f"figures/mine/runs/20260101-one-{run}.json", record)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr(commands, "core_count", lambda: 1)  # so that none waits for another
     assert command("run", "--dry-run") == 0
