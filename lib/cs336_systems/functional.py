@@ -22,7 +22,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     The maximum is subtracted first, so that exp never overflows. The result does not depend on the number
     subtracted, hence no gradient flows through the maximum.
     """
-    largest = 0
+    largest = 0  # of an empty dimension, which has no maximum
     if x.shape[dim]:
         largest = x.detach().amax(dim, keepdim=True)
     exponentials = torch.exp(at_least_float32(x) - largest)

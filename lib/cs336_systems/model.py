@@ -114,7 +114,11 @@ class RotaryEmbedding(nn.Module):
         self.sin.copy_(angles.sin())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
-        """Behind .to(), .half(), to_empty() and the like: tables change their device, nothing else."""
+        """Behind .to(), .half(), to_empty() and the like: tables change their device, nothing else.
+
+        Where they had numbers these are taken again, as `fn` may have cast them; where they leave the meta
+        device they get their first ones, in the dtype that they were cast to there, if they were.
+        """
         tables = self.cos, self.sin
         super()._apply(fn, recurse)
         if not tables[0].is_meta:
@@ -136,6 +140,7 @@ class RotaryEmbedding(nn.Module):
                 f"x has {positions} positions; allowed: at most {most}, the context length"
             )
         # A model that was made on the meta device: load_state_dict(assign=True) fills parameters alone.
+        # to_empty() goes through `_apply`, which fills the tables.
         if self.cos.is_meta and not x.is_meta:
             self.to_empty(device=x.device)
         return self.cos[:positions], self.sin[:positions]
@@ -266,6 +271,7 @@ class TransformerLM(nn.Module):
         hidden = self.ln_final(x)
         if targets is None:
             return self.lm_head(hidden)
+        # A LossHead, which training.fused puts there, makes the loss itself, without all logits.
         if getattr(self.lm_head, "takes_targets", False):
             return self.lm_head(hidden, targets)
         return cross_entropy(self.lm_head(hidden), targets)

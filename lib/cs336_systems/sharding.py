@@ -12,7 +12,7 @@ class Sharding:
     """What a strategy sends, and what of SHARDED a rank holds only its share of.
 
     sends: collectives in which all parameters or all gradients travel in a step.
-    rounds: what travels is rounded to the dtype of the forward, though nothing is cast before it.
+    rounds: what travels is rounded to the dtype of the forward; weights and gradients stay float32.
     unit: what is gathered at once, a "weight" or a "block"; "" where nothing is.
     ahead: how many units are gathered ahead of use in backward.
     copies: a message is gathered into a buffer, and copied from there to the weights.

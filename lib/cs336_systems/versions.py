@@ -45,6 +45,7 @@ def too_old(versions: Mapping[str, str]) -> str:
 
 def untried(versions: Mapping[str, str]) -> str:
     """A sentence that names what is newer than what was tried, or nothing."""
+    # Of two numbers: 2.15.1 is no newer than 2.15.
     newer = [
         f"{name} {number} (tried up to {TRIED[name][1]})"
         for name, number in versions.items()

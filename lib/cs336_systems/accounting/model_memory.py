@@ -131,11 +131,12 @@ def head_phases(n: Counts, saved_by_blocks: int) -> dict[str, int]:
     """Bytes alive where backward begins.
 
     loss: everything saved, and three temporaries of the logits' size.
-    output head: everything saved, the gradients of its weight and input.
+    output head: everything saved but the logits, the gradients of them, of its weight and of its input.
     """
     saved = saved_by_blocks + sum(saved_by_head(n).values())
     logits = FLOAT32_BYTES * n.logits
     gradients = n.itemsize * (n.logits + n.head_weight) + n.stream_itemsize * n.stream
+    # At the output head the logits have left; their gradient, in the dtype of the matmul, is there.
     return {"loss": saved + 3 * logits, "output head": saved - logits + gradients}
 
 
@@ -211,7 +212,8 @@ def _block_phases(n):
 
     feed-forward: all the block saved but w2's copy, and both gradients of silu(w1 x) * w3 x.
     softmax: what attention saved before its weights, and five tensors of the scores' size; v has
-    left, but its gradient, as large, is there.
+    left, but its gradient, as large, is there. Also the copies of the weights of q, k and v, and the
+    gradients of the weights behind the softmax: of the output projection and of the feed-forward layer.
     """
     saved = saved_by_block(n)
     stream_gradient = FLOAT32_BYTES * n.stream

@@ -36,7 +36,7 @@ def ring_seconds(
         arrivals = np.roll(departures + hop_s, 1)
         round_s = np.maximum(departures, arrivals) - clocks
         clocks = clocks + round_s
-        # Then so will all that follow.
+        # All devices took equally long: so will all rounds that follow.
         if (round_s == round_s[0]).all():
             clocks += rounds_left * round_s
             break

@@ -73,6 +73,7 @@ def _units(config, sharding):
             blocks[f"layers.{block}"] = sum(weights.values()) + norms
     embedding = config.vocab_size * d  # and so much has the head
     if "token_embeddings" in sharding.stays:  # one unit with all that is around the blocks
+        # The embedding, the head and the last norm.
         return {"token_embeddings": 2 * embedding + d} | blocks
     return {"token_embeddings": embedding} | blocks | {"lm_head": embedding}
 

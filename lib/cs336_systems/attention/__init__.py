@@ -48,6 +48,7 @@ def attention(
         implementation = _fastest(q, k)
     entry = ATTENTION.get(implementation)
     if entry is None or not entry.in_model:
+        # It raises, with the names.
         check_choice("attention implementation", implementation, MODEL_ATTENTION)
     with annotate("attention"):
         return entry.function(q, k, v, is_causal)

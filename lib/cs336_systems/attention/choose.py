@@ -50,6 +50,7 @@ def choose(problem: Problem, tuning: Tuning, kernels: tuple[str, ...] = ()) -> P
     kernels = kernels or _kernels(problem, tuning)
     tiles = {kernel: _tile(problem, tuning, kernel) for kernel in kernels}
     programs = {kernel: _programs(problem, kernel, tile) for kernel, tile in tiles.items()}
+    # All kernels of a pass are split as the last one: one more kernel merges what all of them write.
     plan = Plan(tiles, programs, *_splits(problem, tuning, kernels[-1]))
     return _persistent(problem, tuning, plan) if "hopper_forward" in kernels else plan
 
@@ -149,12 +150,13 @@ def _is_short(problem: Problem, tuning: Tuning) -> bool:
 
 def _programs_at_once(tuning: Tuning, tile: Tile) -> int:
     """How many of Hopper's programs, of eight warps or more, the GPU has registers for."""
+    # Of a program: one consumer's four warps, and a producer that counts as four, of 32 threads each.
     each = 8 * 32 * tile.max_registers if tile.max_registers else REGISTERS
     return REGISTERS // each * tuning.sm_count
 
 
 def _programs(problem: Problem, kernel: str, tile: Tile) -> int:
-    """One for each tile of what a program owns: of OWN_KEYS keys, of "backward" either, of others queries."""
+    """One for each tile of what a program owns: of OWN_KEYS keys, of others queries; "backward" has both."""
     queries, keys = cdiv(problem.n_queries, tile.block_m), cdiv(problem.n_keys, tile.block_n)
     owned = queries + keys if kernel == "backward" else keys if kernel in OWN_KEYS else queries
     return owned * problem.batch * problem.heads

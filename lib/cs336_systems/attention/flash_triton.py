@@ -256,6 +256,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         if torch.is_grad_enabled() and not is_compiling():
             return first_order_only(FlashAttentionTriton.backward)(ctx, do)
         q, k, v, o, logsumexp, *residual = ctx.saved_tensors
+        # On its way to the operator the dispatcher resolves what is lazily negated.
         run = _backward_op if needs_dispatcher() or do.is_neg() else _backward
         dq, dk, dv = run(do, q, k, v, o, logsumexp, ctx.is_causal, *residual)
         return dq, dk, dv, None

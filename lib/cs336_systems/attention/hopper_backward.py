@@ -40,6 +40,9 @@ What functions pass on together is a tuple:
     sizes      (n_queries, n_keys, tiles, masked, scale, scale_log2); the tiles that need a mask come first
     outputs    (dk_dst, dv_dst), what TMA stores to
     state      (dk, dv, st, stage, phase, slot, slot_phase), what a consumer takes from tile to tile
+    constants  (k, v, buffers, barriers, queries, seen_from, scale_log2, n_queries), the same for all
+               tiles of a consumer
+    index      (queries, seen_from): the numbers of a tile's queries, and of each key the first that sees it
 """
 
 from triton.experimental import gluon
@@ -427,7 +430,8 @@ def consume(shared, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.const
     dk, dv, _, _, _, slot, slot_phase = state
     place = [batch, head, first_key, 0]
     store_by_tma(dv_dst, place, vs.index(CONSUMER), dv)
-    # The slot of the last dS: dQ is made of it and of K, whose buffer dK leaves from.
+    # dQ is made of the last dS and of K, whose buffer dK leaves from. Of two slots that dS is in the one
+    # after the next: wait as if before another dS is stored there.
     last, phase = next_in_ring(slot, slot_phase, SLOTS)
     mbarrier.wait(ds_free.index(last), phase ^ 1)
     store_by_tma(dk_dst, place, ks.index(CONSUMER), dk * scale)
@@ -495,7 +499,9 @@ def hopper_backward_kernel(
     # At least one tile, so that keys that no query sees get their zeros.
     if CAUSAL:
         first_tile = gl.minimum(first_key // BLOCK_M, query_tiles - 1)
+        # The diagonal: tiles that have a query before the program's last key.
         masked = gl.cdiv(first_key + BLOCK_N - 1 - first_tile * BLOCK_M, BLOCK_M)
+    # Keys past the last: no query sees them, and every tile needs the mask.
     masked = gl.where(first_key + BLOCK_N > n_keys, query_tiles, masked)
     tiles = query_tiles - first_tile
 

@@ -137,7 +137,7 @@ def produce(shared, counter_ptr, CAUSAL: gl.constexpr, PERSISTENT: gl.constexpr)
     phase = 0
     slot = 0
     slot_phase = 0
-    turn = 0
+    turn = 0  # the phase of next_ready and next_free
     while work < work_tiles:
         batch, head, first_query, tiles = place_of(work, sizes, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D)
         # Each consumer's queries have barriers of their own: the first begins when it has its own 64 rows.

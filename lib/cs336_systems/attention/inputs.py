@@ -25,7 +25,7 @@ def in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
     # The most frequent case, asked for in the fastest way.
     if q.is_cuda and not torch.is_autocast_enabled():
         return q, k, v
-    # Autocast does not know the meta device.
+    # Autocast does not know the meta device; `check_inputs` refuses it, or devices that differ.
     if q.is_meta or k.is_meta or v.is_meta:
         check_inputs(q, k, v)
     if torch.is_autocast_enabled(q.device.type):

@@ -32,7 +32,7 @@ class KernelLaunch:
     """A kernel with its grid and every argument but the tensors: `run` takes those.
 
     Args:
-        programs: and the number of splits.
+        programs: how many, and of how many splits: the grid.
         arguments: by name, also others than the kernel takes.
         descriptors: for the first tensors, which the kernel loads or stores by TMA.
     """

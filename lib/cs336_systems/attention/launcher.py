@@ -206,6 +206,8 @@ class Launcher:
         _, strides = self.inputs[0]
         scale = 1 / math.sqrt(self.d)
         precision = "bf16x3" if self.bf16x3 else self.tuning.dot_precision
+        # ROW: how far apart the rows lie that `split_kernel` writes. ROWS: of a tile of `merge_kernel` and of
+        # `sum_kernel`.
         same = {
             "n_heads": problem.heads,
             "all_queries": sequences * problem.n_queries,
@@ -229,7 +231,10 @@ class Launcher:
         return problem._asdict() | vars(self.plan) | same
 
     def _descriptors(self, kernel: str, tile: Tile) -> list[Any]:
-        """Of the inputs, and of what TMA stores."""
+        """Of the inputs, and of what TMA stores, in the order of the kernel's parameters.
+
+        Of "hopper_backward" those after the inputs are lse2, delta, dk, dv, dq_accum.
+        """
         gluon = kernel in GLUON_KERNELS
         queries = tile.block_m
         keys = tile.block_n

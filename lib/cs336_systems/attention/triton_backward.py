@@ -74,6 +74,7 @@ def add_dq_tiles(
     """Add the key tiles in [first_key, last_key) to dQ.
 
     query_tile: (head, queries, q_rows, do_rows, L, residual, delta). sources: (k_src, v_src).
+    keys: the tuple of triton_common.
     What is done when:
 
         else    load K, V   S, dP   P                 dS, dQ
@@ -210,7 +211,8 @@ def add_dkdv_tiles(
 ):
     """Add the query tiles in [first_query, last_query) to grads, (dK, dV).
 
-    key_tile: (head, keys, k_rows, v_rows). sources: (q_src, do_src).
+    key_tile: (head, keys, k_rows, v_rows), keys a vector. sources: (q_src, do_src).
+    rows: the tuple of triton_common.
     statistics: (L, residual, delta) if HAS_DELTA; else (L, residual, o_ptr, o_strides), for delta.
     DIAGONAL: not all queries see all keys. RAGGED: some are outside the tensors; q reads as zero there, and
     an infinite key times zero is NaN. A key outside only spoils a row that is never stored.

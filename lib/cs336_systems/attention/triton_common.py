@@ -14,9 +14,14 @@ dimensions at a time. (Once more in every round of the loop; from L1 or L2, it c
 Tuples that functions pass on:
 
     head       (batch, head, n_heads)
-    rows       (tile, source, its first row, n_rows): a tile of a tensor, and what it was loaded from
+    q_rows     (tile, source, its first row, n_rows): a tile of a tensor, and what it was loaded from; so are
+               k_rows, v_rows, do_rows, and here a_rows and b_rows
+    keys       (first_key, last_key, n_keys): the keys that a loop takes
+    rows       (first_query, last_query, n_queries): likewise of queries
     place      (tile, batch * n_heads + head, batch, head): what a program owns, of `program_tile`
     strides    of a (batch, heads, n, d) tensor
+
+Where a function does not take them apart, `keys` and `rows` are vectors, of the numbers of rows.
 """
 
 from typing import NamedTuple
@@ -96,7 +101,10 @@ def load_by_pointers(
 
 @triton.jit
 def dot(a, b, acc, form: tl.constexpr):
-    """acc + A B; acc may be None. Long sums of split operands are added outside, where additions round."""
+    """acc + A B; acc may be None.
+
+    Products of split operands are added outside of the matmul, which cuts bits off where an addition rounds.
+    """
     if form.PRECISION == "bf16x3":
         result = product(a, b, False) if acc is None else acc + product(a, b, False)
     else:
@@ -106,7 +114,7 @@ def dot(a, b, acc, form: tl.constexpr):
 
 @triton.jit
 def dot_transposed(a_rows, b_rows, head, SCORES: tl.constexpr, form: tl.constexpr):
-    """A B^T, of two rows tuples. SCORES: infinite ones keep their sign, which says what weighs nothing."""
+    """A B^T, of a_rows and b_rows. SCORES: infinite ones keep their sign, which says what weighs nothing."""
     D: tl.constexpr = form.D
     BLOCK_D: tl.constexpr = form.BLOCK_D
     PRECISION: tl.constexpr = form.PRECISION
@@ -200,6 +208,7 @@ def query_range(first_key, n_queries, split_size, form: tl.constexpr):
     BLOCK_M: tl.constexpr = form.BLOCK_M
     if form.CAUSAL:
         first_query = first_key // BLOCK_M * BLOCK_M
+        # The first tile that begins at the last of these keys or behind it.
         unmasked = tl.cdiv(first_key + form.BLOCK_N - 1, BLOCK_M) * BLOCK_M
     if form.SPLIT:
         start = tl.program_id(1) * split_size

@@ -90,7 +90,10 @@ def attend(
     MASKED: tl.constexpr,
     form: tl.constexpr,
 ):
-    """Online softmax over the key tiles in [first_key, last_key). state: (acc, total, m)."""
+    """Online softmax over the key tiles in [first_key, last_key). state: (acc, total, m).
+
+    queries: their numbers. keys: (first_key, last_key, n_keys).
+    """
     BLOCK_N: tl.constexpr = form.BLOCK_N
     acc, total, m = state
     k_src, v_src = sources
@@ -169,6 +172,7 @@ def forward_kernel(
         residual_ptr += tl.program_id(1) * all_queries
         o_ptr += (tl.program_id(1) * all_queries).to(tl.int64) * D
     lse_rows = place[1].to(tl.int64) * n_queries + queries
+    # What makes natural logarithms of m: it is of s if EXACT, else of scale_log2 * s, in powers of two.
     unit = scale if form.EXACT else LN2
     total = store_logsumexp(lse_ptr, residual_ptr, lse_rows, in_range, m, unit, total, SPLIT, form)
     store_tile(o_ptr, o_strides, place, queries, in_range, acc / total[:, None], D)

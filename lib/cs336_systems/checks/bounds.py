@@ -37,7 +37,7 @@ def inside_tensors() -> Iterator[Counter]:
     interpreter = sys.modules.get("triton.runtime.interpreter")
     work = Counter()
     with contextlib.ExitStack() as stack:
-        # Of an interpreter that is not known here.
+        # `_replacements` raises it of an interpreter that is not known here.
         with contextlib.suppress(AttributeError):
             for where, functions in _replacements(interpreter, work).items():
                 stack.enter_context(patch.multiple(where, **functions))

@@ -207,7 +207,8 @@ def _late_messages(wrapped, ready, store, first):
         if message.dtype.is_floating_point:
             sent.append((len(ready), message.numel))
 
-    mistake = ""
+    # Unless something is wrong, the ranks only meet at the `yield`.
+    mistake = MEET
     with observed(note):
         loss = loss_of(wrapped, own_rank)
         # Nothing that it waits for, in whichever way, can arrive while the others send nothing.

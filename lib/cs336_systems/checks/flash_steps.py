@@ -35,6 +35,7 @@ def _visit_kernel(
         visible = tl.load(visible_ptr + place) != 0
         m, total, acc = visit(q, k, v, visible, m, total, acc, scale_log2)
     tl.store(o_ptr + square, acc / total[:, None])
+    # Both in one number: a wrong one of them shows, too.
     tl.store(total_ptr + rows, m + total)
 
 
@@ -166,7 +167,7 @@ def check_gradients(check, gradients, device):
     """
     for dtype in (torch.float32, torch.bfloat16):
         tiles = _random_tiles(4, device).to(dtype)
-        # Hidden from all rows but the last: its exponentials overflow.
+        # The last key is hidden from all rows but the last, and its scores' exponentials overflow.
         tiles[0, :, 0] = 1.0
         tiles[1, -1, 0] = 1e3
         q, k, v, do = tiles.float()

@@ -1,4 +1,4 @@
-"""Triton's interpreter, in about half of the time.
+"""Triton's interpreter, in about half of the time: importing this file changes it, for the whole process.
 
 Wherever a kernel calls a function, Triton looks through all names of its language for what to interpret,
 though the kernel's launch has done so: that is up to half of what our kernels take here. Of the rest up to a

@@ -66,7 +66,7 @@ checker_in_any_world = partial(checker, also_alone=True)
 
 def try_properties(context, pickled, also_alone=False):
     """What is wrong in the first property that fails on any rank, of a pickled (candidate, properties)."""
-    # What is not written is NaN.
+    # So that PyTorch fills new memory, torch.empty's, with NaN: what a candidate forgets to write shows.
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Before the class imports the functions, in whichever way.
     with watch_collectives(notify=_notify_observers, checks=True), observed() as sent:
@@ -126,7 +126,7 @@ def close(a, b):
 
 def unlike(what, tensor, wanted, diagnoses, otherwise, alike=close):
     """Nothing where a tensor is the wanted one; else what it is: the diagnosis whose tensor it is like."""
-    # That ends the check: nobody asks on.
+    # A mistake ends the check: only a tensor gets past this.
     if tensor is None:
         yield f"{what} is missing. Keep forward inside autograd, its all-reduce too."
     if not alike(tensor, wanted):

@@ -155,7 +155,10 @@ def _runs_closures(make):
 
 
 def _first(params):
-    """Of two: were all dealt anew later, the small one would get another owner."""
+    """The first of two groups, a small and a large parameter; `step_and_add_others` adds the second.
+
+    If that dealt all parameters anew, the small one would get another owner, which lacks its states.
+    """
     return [{"params": params[1:3], "weight_decay": 0.5}]
 
 

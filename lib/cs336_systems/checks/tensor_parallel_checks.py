@@ -160,6 +160,7 @@ def _gathers(layer, group):
     with observed() as backward:
         output.backward(gradients[rank])
     gathers_again = any("reduce" not in message.collective for message in backward)
+    # A rank alone has nothing to gather, and what it keeps is the whole x.
     if group is None and (kept >= xs.nbytes or not gathers_again):
         yield "the gathered input is kept for backward. Save x alone, and gather again."
     own_gradient = gradients[rank].chunk(n)[rank]

@@ -59,6 +59,7 @@ def cross_entropy_kernel(
         larger = tl.maximum(maximum, tl.max(z, 1))
         total = total * tl.exp(maximum - larger) + tl.sum(tl.exp(z - larger[:, None]), 1)
         maximum = larger
+    # Rows that are not there have a sum of 0, and would be divided by it.
     total = tl.where(rows < n_rows, total, 1.0)
     # Never by the logsumexp, log s + m: as large as the logits, it would be rounded as coarsely, and every
     # probability with it.

@@ -79,7 +79,11 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options
 def row_tiles(
     n_rows: int, d: int, elements: int, widest: int, most_warps: int
 ) -> tuple[int, dict[str, int]]:
-    """How many tiles, and their ROWS, COLUMNS and num_warps: whole rows up to `widest` columns."""
+    """Cut (n_rows, d) into tiles: how many, one below the other, and their ROWS, COLUMNS and num_warps.
+
+    COLUMNS is d, up to a power of two, but at most `widest`; ROWS as many as `elements` of a tile allow, and
+    one at least; num_warps from 4 to most_warps.
+    """
     columns = min(triton.next_power_of_2(d), widest)
     rows = max(1, min(elements // columns, triton.next_power_of_2(n_rows)))
     # A warp for 512 elements, 16 a thread.

@@ -112,7 +112,11 @@ class DataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def _give_up_failed_pass(self) -> None:
-        """After a backward pass that raised an error, and so has not come to its end."""
+        """Before a forward: forget a backward pass that raised an error, and so has not come to its end.
+
+        RuntimeError if it has left gradients. In backward, where a checkpoint runs a forward once more, there
+        is nothing to forget: its end is still to come.
+        """
         if in_backward():
             return
         if any(parameter.grad is not None for parameter in self._trainable):

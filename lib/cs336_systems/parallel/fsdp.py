@@ -212,6 +212,10 @@ class FSDP(DataParallel):
         torch.set_autocast_cache_enabled(self._caches_casts.pop())
 
     def _gather_ahead(self, group: ParameterGroup, module: nn.Module) -> None:
+        """Gather the group, and begin with those that forward uses next.
+
+        The first forward of a module also notes its place in the order: `setdefault` gives it the next one.
+        """
         following: list[ParameterGroup] = []
         # Else backward computes it once more, and what comes next is no matter of forward's order.
         if not in_backward():
@@ -291,6 +295,11 @@ class FSDP(DataParallel):
         position: int,
         remake: Callable | None,
     ) -> Tensor:
+        """What a note of `_pack` gives: the weight, for backward gathered again and cast again (`remake`).
+
+        whole: a view of the group's memory, which is there only while it is gathered. versions, position: the
+        group's when forward saved it. RuntimeError: it was written to since, or wants a second derivative.
+        """
         _check_unchanged(group.name, versions, group.versions_now())
         # Somebody looks at the graph, outside of any backward.
         if torch._C._current_graph_task_id() == -1:
@@ -314,6 +323,7 @@ class FSDP(DataParallel):
         group.unshard()
 
     def _collect(self, group: ParameterGroup, following: list[ParameterGroup]) -> None:
+        """Start what gathers are missing, of stale weights anew; wait for that of `group` alone."""
         for other in [group] + following:
             if other in self._gathered and other.versions != other.versions_now():
                 # It was gathered ahead of an optimizer's step.
@@ -324,6 +334,11 @@ class FSDP(DataParallel):
         group.wait_for_gather()
 
     def _gradient_is_ready(self, position: int, number: int) -> None:
+        """Of a whole weight. With the last of its group the group is freed, and its gradients leave.
+
+        position: of the group in `_groups`, here alone; elsewhere it is the place in forward's order.
+        number: of the weight in the group.
+        """
         group = self._groups[position]
         self._announce_end()
         group.ready.add(number)
@@ -398,7 +413,10 @@ class FSDP(DataParallel):
             torch._foreach_add_([shard.as_strided((), ()) for shard in shards], nan)
 
     def _apply(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDP":
-        """What `to`, `half`, `cuda` and the like call."""
+        """What `to`, `half`, `cuda` and the like call; RuntimeError if they would change dtype or device.
+
+        That is tried with an empty piece of a shard.
+        """
         shard = next(iter(self._sharded)).detach()[:0]
         changed = change(shard)
         if (changed.dtype, changed.device) != (shard.dtype, shard.device):
@@ -433,6 +451,7 @@ class FSDP(DataParallel):
         are not sharded are returned as they are.
         """
         wholes = dict(pair for group in self._groups for pair in group.gather_full())
+        # What torch.compile wraps has the name of its wrapper before its own.
         return {
             name.replace("_orig_mod.", ""): wholes.get(parameter, parameter.detach())
             for name, parameter in self.module.named_parameters(remove_duplicate=False)
@@ -444,6 +463,7 @@ class FSDP(DataParallel):
 
         Call it after `finish_gradient_synchronization()`, on all ranks.
         """
+        # Backward has ended, and nothing was averaged since.
         if self._is_over:
             raise RuntimeError(
                 "gradients are to be clipped that are not yet averaged; allowed: after "
@@ -479,6 +499,7 @@ def _check_unchanged(what: str, then: int, now: int) -> None:
 def _leaf_of_cast(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
     """If autocast made a tensor, or what it is a view of, from a leaf: the leaf, and how to make it again."""
     cast = tensor if tensor._base is None else tensor._base
+    # A cast is a node of the graph, ToCopyBackward. The one before it, if of a leaf, has it as `variable`.
     sources = cast.grad_fn.next_functions if "ToCopy" in str(cast.grad_fn) else [(None, 0)]
     leaf = getattr(sources[0][0], "variable", None)
     if leaf is None:
@@ -493,6 +514,7 @@ def group_by_user(homes: Iterable[Home]) -> list[Iterable[Home]]:
     # Ordered sets of homes, each under all of its parameters and users.
     groups: dict[nn.Module | nn.Parameter, dict[Home, None]] = {}
     for home in homes:
+        # What was together so far, by the parameter or by the user, and this home: from here on one set.
         together = groups.get(home.parameter, {}) | groups.get(home.user, {}) | {home: None}
         for other in together:
             groups[other.parameter] = together

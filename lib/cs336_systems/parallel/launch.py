@@ -193,6 +193,7 @@ def _news_of_all(workers: list["_Worker"], deadline: float, timeout_s: float) ->
         if not running and not failed:
             return
         if failed:
+            # From the first failure on: only the grace is left.
             deadline = min(deadline, time.monotonic())
         is_over = not running or time.monotonic() > deadline + _GRACE_S
         if is_over and failed:

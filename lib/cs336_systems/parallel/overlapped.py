@@ -39,6 +39,7 @@ class OverlappedDDP(DataParallel):
             parameter.register_post_accumulate_grad_hook(weak_hook(self._gradient_is_ready, index))
 
     def _use_order(self, order: list[int]) -> None:
+        """Make the buckets for gradients that become ready in this order, and begin a pass with them."""
         self._buckets = self._fill(order)
         self._bucket_of: dict[int, int] = {}
         for number, bucket in enumerate(self._buckets):

@@ -118,6 +118,7 @@ class ShardedOptimizer(Optimizer):
                 "order in which they were added, bucket_size_mb"
             )
         super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
+        # Loading has made a new dictionary: as in `_lay_out`, all have the same.
         for _, optimizer in self._buckets:
             optimizer.state = self.state
 
@@ -143,6 +144,7 @@ class ShardedOptimizer(Optimizer):
                 for group in self.param_groups
             ]
             optimizer = self._make(groups_of_shard)
+            # One dictionary of states for this optimizer and those of all buckets.
             self.state.update(optimizer.state)
             optimizer.state = self.state
             # One at a time: the parameters leave their old memory.

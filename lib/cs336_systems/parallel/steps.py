@@ -27,7 +27,7 @@ class DataParallelSteps(ModelSteps):
     """The passes of a wrapped model; the range "communication" is the wait for gradients after backward."""
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """Of every tensor what this rank has."""
+        """Of every tensor what this rank has: of a DTensor, as FSDP2 makes them, its `_local_tensor`."""
         return {
             category: [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
             for category, tensors in super().tensors().items()

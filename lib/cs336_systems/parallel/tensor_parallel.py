@@ -17,7 +17,8 @@ from cs336_systems.parallel.guards import watch_parts
 class _Sum(torch.autograd.Function):
     """Adds up what the ranks have: in forward terms of a result, in backward gradients through their slices.
 
-    Either is the backward of the other, so second derivatives are right as well.
+    in_forward: add up in forward, and hand gradients on as they are; else hand on in forward, and add up
+    gradients. Either is the backward of the other, so second derivatives are right as well.
     """
 
     @staticmethod

@@ -27,6 +27,7 @@ def all_reduce(
     tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> int:
     whole = tensor.detach().clone(memory_format=torch.contiguous_format)
+    # Views: what the rings do to the pieces is done to `whole`.
     pieces = whole.view(-1).tensor_split(dist.get_world_size(group))
     sent_bytes = _reduce(pieces, op, group) + _spread(pieces, group)
     tensor.detach().copy_(whole)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from cs336_systems.training.fused import use_fused_loss
 
 aten = torch.ops.aten
-# What keeping a byte of saves the most FLOPs.
+# Names, then the operators of these names: what keeping a byte of saves the most FLOPs.
 _ATTENTIONS = ("cudnn_attention", "flash_attention", "flash_attention_for_cpu")
 _ATTENTIONS = [getattr(aten, f"_scaled_dot_product_{name}").default for name in _ATTENTIONS]
 
