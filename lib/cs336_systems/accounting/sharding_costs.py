@@ -144,6 +144,7 @@ def _block_temporaries(n):
 
 def _sharded_phases(n, sharding, world_size, block, alive):
     """`peak_phases` where parameters and gradients are sharded; block: what one saves, alive: at the head."""
+    # Of weights the largest: one of the feed-forward layer's.
     unit = n.itemsize * (n.feed_forward_weight if sharding.unit == "weight" else n.block_weights)
     ahead = sharding.ahead * unit
     stays = n.itemsize * _numbers_in(n.config, sharding.stays)

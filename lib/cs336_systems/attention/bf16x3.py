@@ -102,6 +102,7 @@ def _split_tile(
     ROW: tl.constexpr,
     form: tl.constexpr,
 ):
+    """Split one tile of rows of x; program counts among those of x."""
     BLOCK_M: tl.constexpr = form.BLOCK_M
     tiles = tl.cdiv(n_rows, BLOCK_M)
     batch_head = (program // tiles).to(tl.int64)

@@ -143,6 +143,7 @@ class Launcher:
             tile = tiles["hopper_backward"]
             _, sequences, queries = self.workspace
             programs = sequences * queries // tile.block_m, 1
+            # They go through the same tiles of queries; of PRE_POST_TILE they have only the warps.
             around = programs, self.arguments(tile, do=self.inputs[3]), PRE_POST_TILE
             launches["preprocess"] = KernelLaunch(bwd_preprocess_kernel, *around)
             launches["postprocess"] = KernelLaunch(bwd_postprocess_kernel, *around)
@@ -178,6 +179,7 @@ class Launcher:
         owned = Tile(writers[0].block_m, writers[-1].block_n, 0, 0)
         kernel = sum_kernel if problem.backward else merge_kernel
         programs = tiles * problem.batch * problem.heads, 1
+        # BLOCK_M and BLOCK_N are those of the writers; MERGE_TILE's rows are its argument ROWS.
         return KernelLaunch(kernel, programs, self.arguments(owned), MERGE_TILE)
 
     def arguments(self, tile: Tile, **layouts: Layout) -> dict[str, Any]:
@@ -289,6 +291,7 @@ class Launcher:
     def _sources(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """What the kernels load: the inputs, copies of those that they cannot load from, or three of each."""
         if self.bf16x3:
+            # With the padding of rows: as many numbers as a batch takes, times the batches.
             sizes = [shape[0] * strides[0] for shape, strides in self.inputs]
             parts = [tensors[0].new_empty(size, dtype=self.dtype) for size in sizes]
             # The forward has no do, and no programs for it: any tensor stands there.

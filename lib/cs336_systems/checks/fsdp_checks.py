@@ -204,6 +204,7 @@ def _collects(wrap):
             wrapped.collect([third])
         if not all(x.nbytes() for x in storages):
             yield "a gather fills a new tensor. Resize all_rows' storage: autograd keeps that."
+        # A copy of the shard is what was sent; the shard is a Parameter.
         tensors = [x for x in vars(first).values() if type(x) is Tensor and x is not first.all_rows]
         if first.shard.shape in [x.shape for x in tensors]:
             yield "collect keeps what was sent, when it has arrived. Drop it."

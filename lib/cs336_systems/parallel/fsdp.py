@@ -90,6 +90,7 @@ class FSDP(DataParallel):
         self._ahead = prefetch
         self._shard_types = [getattr(kind, "__name__", kind) for kind in shard_types]
         self._unit_types = [getattr(kind, "__name__", kind) for kind in unit_types]
+        # It calls `_check_module`, which reads these.
         super().__init__(module)
         device = self._trainable[0].device
         streams = [CommunicationStream(device, self._backend) for _ in ("gather", "reduce")]

@@ -148,6 +148,7 @@ class BucketedDDP(OverlappedDDP):
     def __init__(self, module: nn.Module, bucket_size_mb: float):
         check_bucket_size(bucket_size_mb)
         self._bucket_bytes = bucket_size_mb * 2**20
+        # It fills the first buckets.
         super().__init__(module)
 
     def _use_order(self, order: list[int]) -> None:
