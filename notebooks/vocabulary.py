@@ -207,9 +207,13 @@ family(
     replicas  | between ranks
     """,
 )
-family(  # lines of one page each: 21, 31, 32, 35, 37
+family(  # what was predicted and what came out; lines of one page each: 21, 31, 32, 35, 37
     "what setup training which bucket",
     """
+    measured          | measured          | blue
+    predicted         | predicted         | vermillion
+    most predicted    | most predicted    | vermillion
+    matmuls alone     | matmuls alone     | green
     the card          | the card          | black
     peak of plain     | peak of plain     | vermillion
     plain             | plain             | blue
