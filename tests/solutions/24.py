@@ -176,6 +176,7 @@ WRONG = {
         "the logsumexp in place of the maximum": [("s.amax(-1)", "s.logsumexp(-1)")],
     },
     "attend_tile": {
+        "never skips": [("min(k.shape[-2], behind) if is_causal else k", "k")],
         "all keys are one tile": [("    for start", "    keys = end\n    for start")],
         "rows counted from the tile's first": [("(first, behind,", "(0, q.shape[-2],")],
         "stops at the first row's key": [
@@ -187,7 +188,6 @@ WRONG = {
         "keys counted from the tile's first": [
             ("arange(start, start + s.shape[-1],", "arange(s.shape[-1],")
         ],
-        "tiles of another size": [("    for start", "    keys = 32\n    for start")],
         "the maximum starts at zero": [("torch.finfo(q.dtype).min", "0.0")],
     },
     "tile_product": {
@@ -228,6 +228,7 @@ WRONG = {
         "always causal": [("    if CAUSAL:\n        visible", "    visible")],
     },
     "attend": {
+        "never skips": [("min(n_keys, tl.max(rows, 0) + 1)", "n_keys")],
         "divided in each tile": [
             (
                 "    return acc / total[:, None]",
@@ -235,7 +236,6 @@ WRONG = {
             )
         ],
         "L to the base 2": [(" * 0.6931471805599453", "")],
-        "L without the maximum": [("(m + tl.log2(total))", "tl.log2(total)")],
         "stops at the first row's key": [("tl.max(rows, 0)", "tl.min(rows, 0)")],
         "keys of an incomplete tile are left out": [
             ("(0, end, KEYS)", "(0, end - KEYS + 1, KEYS)")

@@ -180,23 +180,21 @@ WRONG = {
         "D by key": [("delta[:, None]", "delta[None, :]")],
     },
     "sum_over_keys": {
+        "never skips": [("min(n_keys, tl.max(rows, 0) + 1)", "n_keys")],
         "without the scale": [("dq * scale", "dq")],
         "stops at the first row's key": [("tl.max(rows, 0)", "tl.min(rows, 0)")],
         "keys of an incomplete tile are left out": [
             ("(0, end, KEYS)", "(0, end - KEYS + 1, KEYS)")
         ],
         "no mask in the diagonal's tiles": [("keys, n_keys, CAUSAL)", "keys, n_keys, False)")],
-        "the sum is rounded after each tile": [
-            ("    return", "        dq = dq.to(q.dtype).to(tl.float32)\n    return")
-        ],
         "goes on beyond the last key": [
             ("min(n_keys, tl.max(rows, 0) + 1)", "tl.max(rows, 0) + 1")
         ],
         "each tile's product is rounded": [('"ieee")\n', '"ieee").to(k.dtype)\n')],
     },
     "sum_over_queries": {
+        "never skips": [("tl.min(keys, 0)", "0")],
         "without the scale": [("dk * scale", "dk")],
-        "dV scaled as well": [("dk * scale, dv", "dk * scale, dv * scale")],
         "begins at the last key's query": [("tl.min(keys, 0)", "tl.max(keys, 0)")],
         "as many queries as keys": [("(begin, n_queries, ROWS)", "(begin, n_keys, ROWS)")],
         "queries of an incomplete tile are left out": [
