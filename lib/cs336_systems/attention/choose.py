@@ -105,7 +105,7 @@ def _persistent(problem: Problem, tuning: Tuning, plan: Plan) -> Plan:
 def _bf16x3_runs(problem: Problem, tuning: Tuning) -> bool:
     """Whether BF16X3_KERNELS do, all or none: backward has to round scores as forward did.
 
-    The forward has the fewest programs of them.
+    So both passes ask about the forward's programs, the fewest of the three if keys are as many as queries.
     """
     if not tuning.tiles.keys() >= set(BF16X3_KERNELS):
         return False
@@ -189,7 +189,7 @@ def _splits(problem: Problem, tuning: Tuning, kernel: str) -> tuple[int, int]:
 
 
 def _most_splits(problem: Problem, tuning: Tuning, kernel: str) -> int:
-    """How many have `shortest` rows; 1, not to be split, if these are fewer than four or have no limits."""
+    """How many splits of `shortest` rows there can be; 1 if fewer than four, or without limits."""
     limits = tuning.splits.get(kernel)
     splits = _loop_rows(problem, kernel) // limits.shortest if limits else 1
     return splits if splits >= 4 else 1

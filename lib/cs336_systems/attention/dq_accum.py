@@ -1,6 +1,7 @@
 """What comes before and after Hopper's backward kernel: dq_accum cleared, and dQ made of it.
 
-o, do, dq [BLOCK_M, BLOCK_D]    lse, delta [BLOCK_M]    dq_accum: float32, BLOCK_M * BLOCK_D a tile
+o, do, dq [BLOCK_M, BLOCK_D]    lse, delta [BLOCK_M]
+dq_accum: float32; of each tile BLOCK_M * BLOCK_D numbers, in the order of hopper_backward's registers
 """
 
 import triton
@@ -61,8 +62,9 @@ def bwd_postprocess_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """dQ = scale * dq_accum, brought into rows; 64 columns of a tile come at a time. Grid: as before."""
-    # One load in memory's order; the dimensions that `in_register_order` exchanged are exchanged back.
+    """dQ = scale * dq_accum, brought into rows. Grid: (query tiles * batch * heads,)."""
+    # One load in memory's order; the dimensions that `in_register_order` exchanged are exchanged back. It was
+    # given up to 64 columns at a time (DQ_COLUMNS).
     place = program_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, False)
     start = dq_accum_ptr + tl.program_id(0).to(tl.int64) * (BLOCK_M * BLOCK_D)
     pieces = tl.load(start + tl.arange(0, BLOCK_M * BLOCK_D)) * scale

@@ -9,10 +9,10 @@ A program's keys belong to two consumers, four warps and 64 keys each, which sha
 while one computes P or dS, the matrix units have the other's matmuls. dQ needs the keys of both, and is
 computed by four more, the dQ warps. One warp, the producer, has TMA fill a ring of STAGES buffers.
 
-    consumer, heads of up to 64 dimensions: registers for K and V; matmuls are shorter than exponentials
+    consumer, heads of up to 64 (narrow): registers for K and V; matmuls are shorter than exponentials
              matmuls  S(t) dP(t)      dV(t)       dK(t) S(t+1) dP(t+1)        dV(t+1)         dK(t+1) ...
              the rest           P(t)        dS(t)                     P(t+1)          dS(t+1)
-    consumer, heads of up to 128: its registers are full of dK and dV; S is a tile ahead, K and V are read
+    consumer, heads of up to 128 (wide): its registers are full of dK and dV; S is a tile ahead, K and V are read
     from shared memory, P and dS stay packed, two numbers to a register, and dS comes into the registers of P
              matmuls  S(t)      dP(t)     dV(t)        dK(t) S(t+1)      dP(t+1) ...
              the rest      P(t)      P(t) dP(t)  dS(t)              P(t+1)
@@ -22,23 +22,32 @@ computed by four more, the dQ warps. One warp, the producer, has TMA fill a ring
 where t is a tile of queries. dS goes to the dQ warps through shared memory, and from registers into dK. The
 dQ warps have registers for DQ_COLUMNS columns of dQ at a time. dV and dK leave from the buffers of V and K.
 
-Buffers, their barriers `ready` and `free`, and rings of them: hopper_common.
-
     q, do, dq [BLOCK_M, BLOCK_D]    lse, delta [BLOCK_M]
     k, v, dk, dv [KEYS, BLOCK_D], st, pt, dpt, dst [KEYS, BLOCK_M]: of one consumer; S, P, dP, dS transposed
     ks, vs [2, KEYS, BLOCK_D], qs, dos [STAGES, BLOCK_M, BLOCK_D], lses, deltas [STAGES, 1, BLOCK_M],
     dss [2 * SLOTS, KEYS, BLOCK_M]: shared; in every slot dS of both consumers
     dqs [DQ_BUFFERS, rows, ROW]: shared; columns of dQ in the order of the registers
 
+Rings and their phases are hopper_common's. The barriers:
+
+                one for each          arrives, when                           waits
+    kv_ready    consumer              TMA: its K and V are there              that consumer, the dQ warps
+    q_ready     stage                 TMA: Q and L are there                  both consumers
+    do_ready    stage                 TMA: dO and delta are there             both consumers
+    free        stage                 both consumers: dV and dK are added     the producer
+    ds_ready    slot of a consumer    that consumer: its dS is stored         the dQ warps
+    ds_free     slot                  the dQ warps: all of dQ is computed     both consumers
+
 What functions pass on together is a tuple:
 
     sources    (q_src, k_src, v_src, do_src, lse2_src, delta_src), what TMA loads from
     buffers    (ks, vs, qs, dos, lses, deltas, dss, dqs)
-    barriers   (kv_ready, q_ready, do_ready, free, ds_ready, ds_free): mbarriers, one of every consumer, three
-               times one of every stage, one of every dS, one of every slot
+    barriers   (kv_ready, q_ready, do_ready, free, ds_ready, ds_free)
     place      (batch, head, batch_head, first_query, first_key)
-    sizes      (n_queries, n_keys, tiles, masked, scale, scale_log2); the tiles that need a mask come first
+    sizes      (n_queries, n_keys, tiles, masked, scale, scale_log2): of `tiles` tiles of queries the first
+               `masked` need a mask
     outputs    (dk_dst, dv_dst), what TMA stores to
+    shared     (buffers, barriers, place, sizes, outputs), for both consumers
     state      (dk, dv, st, stage, phase, slot, slot_phase), what a consumer takes from tile to tile
     constants  (k, v, buffers, barriers, queries, seen_from, scale_log2, n_queries), the same for all
                tiles of a consumer
@@ -122,7 +131,10 @@ def _product(p, x):
 
 @gluon.jit
 def _load_rows(sources, places, readies, buffers, stage):
-    """Have TMA load a tile and, for each of its rows, a number: one arrival for the bytes of both."""
+    """Have TMA load a tile and, for each of its rows, a number: one arrival at a barrier for both.
+
+    sources, places, buffers: (of the tile, of the numbers). readies: q_ready or do_ready.
+    """
     ready = readies.index(stage)
     tile = buffers[0].index(stage)
     numbers = buffers[1].index(stage)
@@ -159,8 +171,13 @@ def produce(sources, buffers, barriers, place, tiles):
 
 @gluon.jit
 def in_register_order(dq):
-    """Rows of ROW numbers: a thread's four neighbours are two columns of two rows, eight apart, so that no
-    number moves to another thread, and 16 bytes are stored at once. `bwd_postprocess_kernel` undoes it."""
+    """dQ as rows of ROW numbers, without one moving to another thread: four neighbours, 16 bytes, are what a
+    thread holds of 16 rows by 8 columns. `bwd_postprocess_kernel` undoes it.
+
+        dq          [m // 16, half of 16 rows, row of 8, n // 8, pair of columns, column of 2]
+        permuted    [m // 16, n // 8, row of 8, pair of columns, half of 16 rows, column of 2]
+                                      lane = 4 * row + pair      its four numbers
+    """
     m: gl.constexpr = dq.shape[0]
     n: gl.constexpr = dq.shape[1]
     pieces = dq.reshape([m // 16, 2, 8, n // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
@@ -180,6 +197,7 @@ def add_dq(buffers, barriers, dq_dst, row, tiles):
     columns: gl.constexpr = min(BLOCK_D, DQ_COLUMNS)
     chunks: gl.constexpr = BLOCK_D // columns
     zeros = gl.zeros([BLOCK_M, columns], gl.float32, accumulator_layout(columns))
+    # K by columns, without a copy: a swizzled row is 128 bytes, so that 128 columns lie as twice [KEYS, 64].
     chunk_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, columns], ks.dtype)
     k_chunks = reinterpret(ks, ks.dtype, [2 * chunks, KEYS, columns], chunk_shape)
     mbarrier.wait(kv_ready.index(0), 0)
@@ -216,7 +234,7 @@ def add_dq(buffers, barriers, dq_dst, row, tiles):
 def _start_scores(ks, qs, q_ready, stage, phase, zero, pred, CONSUMER: gl.constexpr):
     """Start S^T = K Q^T of a tile; where there is no such tile, of what lies in its buffer.
 
-    zero: which the compiler cannot know (see `add_wide_tile`).
+    zero: 0, which the compiler must not know (see `add_wide_tile`). pred: there is such a tile.
     """
     BLOCK_M: gl.constexpr = qs.shape[1]
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, accumulator_layout(BLOCK_M))
@@ -238,7 +256,7 @@ def add_narrow_tile(
     CONSUMER: gl.constexpr,
     MASKED: gl.constexpr,
 ):
-    """Add one tile of queries to dK and dV; leave its dS to the dQ warps. index: (queries, seen_from)."""
+    """Add one tile of queries to dK and dV; leave its dS to the dQ warps."""
     dk, dv, _, stage, phase, slot, slot_phase = state
     _, _, qs, dos, lses, deltas, dss, _ = buffers
     _, q_ready, do_ready, free, ds_ready, ds_free = barriers
@@ -290,10 +308,7 @@ def add_wide_tile(
     CONSUMER: gl.constexpr,
     MASKED: gl.constexpr,
 ):
-    """Add one tile of queries, whose S is there, to dK and dV; leave its dS to the dQ warps; start S.
-
-    index: (queries, seen_from).
-    """
+    """Add one tile of queries, whose S is there, to dK and dV; leave dS to the dQ warps; make the next S."""
     dk, dv, st, stage, phase, slot, slot_phase = state
     ks, vs, qs, dos, lses, deltas, dss, _ = buffers
     _, q_ready, do_ready, free, ds_ready, ds_free = barriers
@@ -477,7 +492,6 @@ def hopper_backward_kernel(
     dq_rows: gl.constexpr = dq_dst.block_type.shape[0]
     dqs = gl.allocate_shared_memory(gl.float32, [DQ_BUFFERS, dq_rows, ROW], dq_dst.layout)
     buffers = (ks, vs, qs, dos, lses, deltas, dss, dqs)
-    # Both consumers arrive at a stage's `free`; everywhere else one party does.
     kv_ready = new_barriers(2, 1)
     q_ready = new_barriers(STAGES, 1)
     do_ready = new_barriers(STAGES, 1)
@@ -512,8 +526,8 @@ def hopper_backward_kernel(
     sizes = (n_queries, n_keys, tiles, gl.minimum(masked, tiles), scale, scale_log2)
     shared = (buffers, barriers, place, sizes, (dk_dst, dv_dst))
     first_dq = (batch_head * query_tiles + first_tile) * (BLOCK_M * BLOCK_D // ROW)
-    # Then, of all but the first consumer, the warps and the registers of a thread. What is left, 208, are the
-    # first consumer's: all 65,536 of an SM, with a producer that counts as four warps.
+    # The two lists: warps, and registers of a thread, of all but the first consumer. It has what is left of
+    # an SM's 65,536, 208 a thread, where the producer counts as four warps.
     gl.warp_specialize(
         [
             (consume, (shared, 0, CAUSAL, EVEN_QUERIES)),

@@ -2,8 +2,13 @@
 
 Buffers that are filled and read in turn are a ring. Each has two mbarriers, `ready` (or full) and `free`: who
 fills it waits for free, who reads it for ready. A wait names the phase that must have ended; it flips with
-every round of the ring (`next_in_ring`). At first all buffers are free: who fills them waits for the other
-phase (`^ 1`), which counts as ended, and so does not wait.
+every round of the ring (`next_in_ring`). Of two buffers:
+
+    tile           0  1  2  3  4
+    buffer         0  1  0  1  0
+    who reads      0  0  1  1  0    waits for this phase of ready
+    who fills      1  1  0  0  1    waits for this phase of free, `phase ^ 1`: at first for one that counts
+                                    as ended, as all buffers are free
 """
 
 import sys

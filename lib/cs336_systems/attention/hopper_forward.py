@@ -14,23 +14,33 @@ loop. P is in 16 bits before the next S takes its registers.
 BLOCK_M queries of one head are a work tile. If the kernel is PERSISTENT, there are only as many programs as
 fit on the GPU at a time, and each takes the next work tile from a counter until none is left: its producer
 loads the next Q, K and V while the consumers finish the last, and no SM waits for a program to start. For
-that Q has two buffers.
+that Q has two buffers, SLOTS (else 1), and the producer leaves the number of the next work tile in next_tile.
 
 O leaves by TMA, from the buffer that Q was in.
 
-Buffers, their barriers `ready` and `free`, and rings of them: hopper_common.
-
     q, o [64, BLOCK_D]    s, p [64, BLOCK_N]    m, total, lse [64]: of one consumer
     qs [SLOTS * consumers, 64, BLOCK_D], ks, vs [STAGES, BLOCK_N, BLOCK_D], next_tile [1]: shared
+
+Rings and their phases are hopper_common's. The barriers:
+
+                  one for each          arrives, when                            waits
+    q_ready       slot of a consumer    TMA: Q is there                          that consumer
+    q_free        slot of a consumer    that consumer: TMA has read O from it    the producer
+    k_ready       stage                 TMA: K is there                          every consumer
+    k_free        stage                 every consumer: it has S                 the producer
+    v_ready       stage                 TMA: V is there                          every consumer
+    v_free        stage                 every consumer: it has added P V         the producer
+    next_ready    program               the producer: next_tile is written       every consumer
+    next_free     program               every consumer: it has read next_tile    the producer
 
 What functions pass on together is a tuple:
 
     sources    (q_src, k_src, v_src), what TMA loads from
     buffers    (qs, ks, vs), and next_tile if PERSISTENT
-    barriers   (q_ready, q_free, k_ready, k_free, v_ready, v_free), mbarriers, two of every slot of a consumer
-               and four of every stage, and (next_ready, next_free) if PERSISTENT
+    barriers   (q_ready, q_free, k_ready, k_free, v_ready, v_free), and (next_ready, next_free) if PERSISTENT
     sizes      (n_heads, n_queries, n_keys, work_tiles, scale_log2)
     output     (o_dst, lse_ptr), what TMA stores to, and a pointer
+    shared     (sources, buffers, barriers, sizes, output), for every warp
     ring       (stage, phase), the buffers of K and V that come next, and the phase of their barriers
 """
 
@@ -64,7 +74,7 @@ L2_ELEMENTS = gl.constexpr(2**23)
 
 @gluon.constexpr_function
 def worker_warps(consumers):
-    """Of all but the first consumer, which is the four warps that the program begins with."""
+    """Of all consumers but the first, the four warps that the program begins with, and of the producer."""
     return [4] * (consumers - 1) + [1]
 
 
@@ -119,7 +129,7 @@ def place_of(
 
 @gluon.jit
 def produce(shared, counter_ptr, CAUSAL: gl.constexpr, PERSISTENT: gl.constexpr):
-    """Of every work tile load Q, and all tiles of K and V from the last to the first; say which is next."""
+    """The producer: of every work tile Q, and all tiles of K and V from the last to the first."""
     sources, buffers, barriers, sizes, _ = shared
     q_src, k_src, v_src = sources
     qs, ks, vs = buffers[:3]
@@ -128,7 +138,6 @@ def produce(shared, counter_ptr, CAUSAL: gl.constexpr, PERSISTENT: gl.constexpr)
     STAGES: gl.constexpr = ks.shape[0]
     BLOCK_N: gl.constexpr = ks.shape[1]
     BLOCK_D: gl.constexpr = ks.shape[2]
-    # Of two work tiles: the next Q is loaded while the consumers still read this one.
     SLOTS: gl.constexpr = 2 if PERSISTENT else 1
     CONSUMERS: gl.constexpr = qs.shape[0] // SLOTS
     BLOCK_M: gl.constexpr = CONSUMERS * QUERIES
@@ -157,7 +166,7 @@ def produce(shared, counter_ptr, CAUSAL: gl.constexpr, PERSISTENT: gl.constexpr)
         if PERSISTENT:
             next_ready, next_free = barriers[6:]
             work = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
-            # buffers[3] is next_tile. Until all consumers have read which tile is this one.
+            # Until all consumers have read the number before it from buffers[3], next_tile.
             mbarrier.wait(next_free, turn ^ 1)
             # compute-sanitizer's racecheck names this store and the load in `consume`. It does not know
             # mbarriers: a program in CUDA that does nothing but this, and is right, it names as well.
@@ -184,9 +193,9 @@ def consume(
     EVEN_KEYS: gl.constexpr,
     PERSISTENT: gl.constexpr,
 ):
-    """O and L of one consumer's queries of every work tile."""
+    """A consumer: O and L of its queries of every work tile."""
     _, buffers, barriers, sizes, _ = shared
-    # By SLOTS, as in `produce`.
+    # 2: SLOTS, as in `produce`.
     CONSUMERS: gl.constexpr = buffers[0].shape[0] // (2 if PERSISTENT else 1)
     work = gl.program_id(0)
     ring = (0, 0)
@@ -222,7 +231,7 @@ def attend(
 ):
     """O and L of one consumer's queries of a work tile. Returns the ring after it.
 
-    slot: of qs and of its barriers, this consumer's; elsewhere a slot is a work tile's, for all consumers.
+    slot: the index into qs, q_ready and q_free. (Elsewhere 0 or 1, the same for all consumers.)
     """
     _, buffers, barriers, sizes, output = shared
     qs, ks, vs = buffers[:3]
@@ -353,7 +362,6 @@ def hopper_forward_kernel(
     ks = new_tiles(dtype, STAGES, BLOCK_N, BLOCK_D)
     vs = new_tiles(dtype, STAGES, BLOCK_N, BLOCK_D)
     buffers = (qs, ks, vs)
-    # The producer alone arrives at `ready`. At K's and V's `free` every consumer does; a Q has but one.
     q_ready = new_barriers(slots, 1)
     q_free = new_barriers(slots, 1)
     k_ready = new_barriers(STAGES, 1)
@@ -376,7 +384,7 @@ def hopper_forward_kernel(
     sizes = (n_heads, n_queries, n_keys, work_tiles, scale_log2)
     output = (o_dst, lse_ptr)
     shared = (sources, buffers, barriers, sizes, output)
-    # Of up to three consumers the last ones: their numbers begin at 0.
+    # Fewer than three consumers are the last of these: 0 and 1, or 0.
     gl.warp_specialize(
         [
             (consume, (shared, consumers - 3, CAUSAL, EVEN_KEYS, PERSISTENT)),

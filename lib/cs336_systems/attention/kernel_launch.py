@@ -1,7 +1,8 @@
 """One kernel, prepared to be launched again and again.
 
 A short sequence keeps the GPU busy for a few microseconds; finding the compiled kernel again at every launch,
-as Triton does, would take longer than the kernel itself.
+as Triton does, would take longer than the kernel itself. So the first launch goes through Triton, and makes a
+function of the tensors alone (`replay`) for all later ones.
 """
 
 import copy
@@ -17,14 +18,15 @@ from torch import Tensor
 from cs336_systems.attention.tiles import Tile
 from cs336_systems.kernels.runtime import device_context
 
-STREAM = 3  # where the stream is in a call of Triton's launcher: after the grid
-MAX_MAPS = 1024
-# Tritons whose launcher KernelLaunch can take apart; with others every launch goes through Triton. Of these a
-# launch was compared argument by argument with Triton's own; on a GPU only 3.6 and 3.7 have run.
+STREAM = 3  # place of the stream in a call of Triton's launcher: after the grid's three numbers
+MAX_MAPS = 1024  # of one tensor; then it begins anew
+# Versions of Triton whose launcher `_record_call` can take apart; with others every launch goes through
+# Triton. Of each a launch was compared with Triton's own, argument by argument; on a GPU, of 3.6 and 3.7.
 KNOWN_INSIDE = "3.6.", "3.7.", "3.8.", "3.9."
 
 
-# Where among a kernel's arguments a tensor's address goes or, by TMA, its map.
+# A tensor's place among the kernel's arguments, and what is passed there: the map for its address or, if
+# None, the address itself.
 Slot = tuple[int, "TensorMaps | None"]
 
 
@@ -32,9 +34,10 @@ class KernelLaunch:
     """A kernel with its grid and every argument but the tensors: `run` takes those.
 
     Args:
-        programs: how many, and of how many splits: the grid.
-        arguments: by name, also others than the kernel takes.
-        descriptors: for the first tensors, which the kernel loads or stores by TMA.
+        programs: the grid, (programs, splits).
+        arguments: by parameter name; there may be more than the kernel takes.
+        tile: only for num_warps, num_stages and max_registers.
+        descriptors: of the first tensors, which the kernel loads or stores by TMA; the others are pointers.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class KernelLaunch:
         self.run: Callable[..., None] = self.run_through_triton
 
     def run_through_triton(self, *tensors: Tensor) -> None:
-        """The first time, and always where nothing compiles or an unknown Triton launches as it likes."""
+        """The first launch; every launch in the interpreter, and with a Triton not in KNOWN_INSIDE."""
         device = tensors[0].device
         with device_context(device):
             launch = self.kernel[self.grid]
@@ -68,7 +71,17 @@ class KernelLaunch:
                 self.run = replay(compiled, self.grid, arguments, slots)
 
     def _tensor_slots(self, compiled: Any, device: torch.device) -> tuple[list[Any], list[Slot]]:
-        """All that the driver passes to the kernel, tensors left out, and the slots that these fill."""
+        """All arguments as the driver passes them, None where a tensor goes, and the tensors' slots.
+
+        Of forward_kernel with TMA, where a descriptor's map is followed by its sizes and strides:
+
+            place       argument                           slot
+            0           None, for q's map                  (0, q's maps)
+            1 to 8      q's four sizes, four strides
+            9 to 26     the same of k and v                (9, k's maps), (18, v's maps)
+            27 to 29    None, for addresses of outputs     (27, None), (28, None), (29, None)
+            30 ...      o_strides, n_heads, ..., form
+        """
         arguments: list[Any] = []
         slots: list[Slot] = []
         tensordesc_meta = compiled.metadata.tensordesc_meta or ()
@@ -83,13 +96,13 @@ class KernelLaunch:
         return arguments + self.arguments, slots
 
     def compile(self, *tensors: Tensor) -> Any:
-        """What Triton compiles for such tensors, on the meta device too, without a launch."""
+        """The kernel compiled for such tensors, which may be on the meta device; nothing is launched."""
         return self.kernel.warmup(
             *self.described(tensors), *self.arguments, grid=self.grid, **self.options
         )
 
     def described(self, tensors: tuple[Tensor, ...]) -> list[Any]:
-        """The tensors, the first of them as the descriptors that TMA takes."""
+        """The tensors, the first of them wrapped in their descriptors."""
         pairs = zip(self.descriptors, tensors, strict=False)
         described = [_with_tensor(descriptor, x) for descriptor, x in pairs]
         return described + list(tensors[len(described) :])
@@ -98,17 +111,22 @@ class KernelLaunch:
 def replay(
     compiled: Any, grid: tuple[int, ...], arguments: list[Any], slots: list[Slot]
 ) -> Callable[..., None]:
-    """Triton's launch of a compiled kernel, again for other tensors and on the stream of now.
+    """A function of the tensors that repeats Triton's launch of a compiled kernel, on the stream of its call.
 
-    Triton would encode every descriptor again, and ask the driver about each tensor, but not about an
-    address. Its launch hooks, by which its own profiler listens, are not called; memory for scratch, which
-    it would allocate, our kernels do not use.
+    At every launch Triton encodes descriptors, and asks the driver about each tensor, but not about an
+    address. It also calls hooks, by which its profiler listens, and allocates scratch memory, which our
+    kernels do not use: neither is done here.
 
-    The call is written out and compiled with every argument in its place: to fill in a list and unpack it
-    takes 0.9 to 1.8 us more, of 6 to 11 us a launch (H100, torch 2.11, Triton 3.6, Python 3.12).
+    The function is generated with every argument in its place: to fill in a list and unpack it takes 0.9 to
+    1.8 us more, of 6 to 11 us a launch (H100, torch 2.11, Triton 3.6, Python 3.12). For forward_kernel with
+    TMA (see `_tensor_slots`), shortened, and without the inner parentheses in Triton 3.6:
 
-    Returns:
-        Takes the tensors, on the device that is current now.
+        lambda x0, x1, x2, x3, x4, x5: launch(
+            option0, option1, option2, stream(device), option4, ...,  # the grid, the stream, the kernel, ...
+            (maps0[x0.data_ptr()], argument1, ..., maps1[x1.data_ptr()], argument10, ...,
+             maps2[x2.data_ptr()], ..., x3.data_ptr(), x4.data_ptr(), x5.data_ptr(), argument30, ...))
+
+    Its tensors have to be on the device that is current now.
     """
     driver = triton.runtime.driver.active
     launch, options, is_packed = _record_call(compiled, grid, arguments)
@@ -136,11 +154,13 @@ def replay(
 def _record_call(
     compiled: Any, grid: tuple[int, ...], arguments: list[Any]
 ) -> tuple[Callable[..., None], list[Any], bool]:
-    """Triton's function in C that launches, what precedes a kernel's arguments, whether they are a tuple."""
+    """(launch, options, is_packed): Triton's function in C that launches, what it is called with before the
+    kernel's arguments, and whether those come as one tuple."""
+    # A copy of Triton's launcher, whose call of `launch` is written down and not made.
     recorder = copy.copy(compiled.run)
     call: list[Any] = []
     recorder.launch = lambda *values: call.extend(values)
-    hooks = None, None, None  # and their argument
+    hooks = None, None, None  # what they are told, and the two
     recorder(*grid, None, compiled.function, compiled.packed_metadata, *hooks, *arguments)
     launch = compiled.run.launch
     if compiled.metadata.tensordesc_meta:
@@ -154,7 +174,7 @@ def _record_call(
 
 
 class TensorMaps(dict):
-    """What TMA reads of a descriptor, by the address of the tensor: addresses come again and again."""
+    """Encoded descriptors (CUtensorMap) by the tensor's address: the allocator gives the same ones again."""
 
     def __init__(self, descriptor: Any, meta: dict[str, Any], device: torch.device) -> None:
         super().__init__()

@@ -67,9 +67,10 @@ FUNCTIONS = {
 
 
 class Launcher:
-    """The kernels of one pass for tensors of one layout: `run` takes the inputs, then what is written.
+    """The kernels of one pass for tensors of one layout. `run` takes what is read, then what is written:
 
-    Forward: q, k, v; O, L and, in "ieee", L's residual. Backward: q, k, v, do, o, L, residual; dq, dk, dv.
+    forward     q, k, v, then o, L and, in "ieee", L's residual
+    backward    q, k, v, do, o, L, residual, then dq, dk, dv
     """
 
     def __init__(
@@ -80,12 +81,8 @@ class Launcher:
         deterministic: bool = False,
         kernels: tuple[str, ...] = (),
     ) -> None:
-        """layouts: of FORWARD or BACKWARD, two to four dimensions each. kernels: others than `choose`'s.
-
-        The order matters, as each reads those before: problem, plan, its last kernel; whether operands are in
-        three parts (`bf16x3`), hence their dtype and whether TMA loads them; what is loaded and stored; the
-        launches.
-        """
+        """layouts: of FORWARD or BACKWARD, two to four dimensions each. kernels: others than `choose`'s."""
+        # In this order: each reads attributes above it, and the launches read all.
         backward = len(layouts) == len(BACKWARD)
         names = BACKWARD if backward else FORWARD
         self.layouts = dict(zip(names, layouts, strict=True))
@@ -102,10 +99,10 @@ class Launcher:
         given = layouts[: 4 if backward else 3]
         self.inputs = [self._loaded(x) for x in given]
         pairs = enumerate(zip(given, self.inputs, strict=True))
-        # What a kernel can load is its own layout still, the same object; of any other there is a copy. Three
-        # parts are other objects always: `copies` then names every input, and nobody reads it.
+        # `_loaded` returns what it was given, the same object, if the kernels can load from that. (Never with
+        # bf16x3; then nobody reads `copies`.)
         self.copies = [(i, new) for i, (old, new) in pairs if new is not old]
-        # Of Hopper's kernels alone, which store by TMA; but dq, which they add up in a workspace.
+        # Only Hopper's kernels read this: they store by TMA, all but dq, which they add up in a workspace.
         stored = [self.layouts[name] for name in self.output_names if name != "dq"]
         self.stored = [kernel_layout(x, tuning.dtype.itemsize, tuning.use_tma) for x in stored]
         self.launches = self._prepare_launches()
@@ -119,19 +116,25 @@ class Launcher:
 
     @property
     def runner(self) -> "Launcher | KernelLaunch":
-        """What `run` is called of: the launcher, or its only launch where `_backward` does nothing else."""
+        """What a call runs: the launcher, or "backward" itself if `_backward` would do nothing else."""
         alone = self.last == "backward" and not self.copies and self.merge is None
         return self.launches["backward"] if alone else self
 
     def _loaded(self, x: Layout) -> Layout:
-        """What the kernels load in place of an input: itself, a copy, or its three parts as heads."""
+        """The layout that kernels load in place of an input's: itself, a copy's, or three parts' as heads."""
         if not self.bf16x3:
             return kernel_layout(x, self.dtype.itemsize, self.use_tma)
         batch, heads, n, d = as_bhnd(x)[0]
         return contiguous((batch, 3 * heads, n, d), ALIGNMENT // self.dtype.itemsize)
 
     def _prepare_launches(self) -> dict[str, KernelLaunch]:
-        """Of the plan's kernels, by their names, and of those before and after them."""
+        """By name, the plan's kernels and what runs before and after them:
+
+        before          of the plan          after
+        "split"         bf16x3_...           "merge", if plan.splits > 1
+                        forward, backward    "merge", if plan.splits > 1
+        "preprocess"    hopper_backward      "postprocess"
+        """
         tiles = self.plan.tiles
         launches = {kernel: self._tile_launch(kernel, tile) for kernel, tile in tiles.items()}
         # "split" cuts numbers into three parts. plan.splits cuts loops, and "merge" is for these alone.
@@ -143,14 +146,14 @@ class Launcher:
             tile = tiles["hopper_backward"]
             _, sequences, queries = self.workspace
             programs = sequences * queries // tile.block_m, 1
-            # They go through the same tiles of queries; of PRE_POST_TILE they have only the warps.
+            # Of the same tiles of queries; PRE_POST_TILE gives only the warps.
             around = programs, self.arguments(tile, do=self.inputs[3]), PRE_POST_TILE
             launches["preprocess"] = KernelLaunch(bwd_preprocess_kernel, *around)
             launches["postprocess"] = KernelLaunch(bwd_postprocess_kernel, *around)
         return launches
 
     def _tile_launch(self, kernel: str, tile: Tile) -> KernelLaunch:
-        """Of a kernel that loads tiles of the inputs, and writes its outputs or one split's."""
+        """A kernel of the plan. With splits it writes those of `_split_outputs`, which are contiguous."""
         splits = {}
         if self.plan.splits > 1:
             splits = {name: contiguous(self.layouts[name][0]) for name in self.output_names}
@@ -161,7 +164,7 @@ class Launcher:
         return KernelLaunch(function, programs, arguments, tile, descriptors)
 
     def _split_launch(self) -> KernelLaunch:
-        """Of the kernel that writes three bfloat16 parts of each input."""
+        """The kernel that writes three bfloat16 parts of each input."""
         rows = BF16X3_TILE.block_m
         tiles = [b * heads // 3 * cdiv(n, rows) for (b, heads, n, _), _ in self.inputs]
         # The forward has no do, and no programs for it.
@@ -169,7 +172,7 @@ class Launcher:
         return KernelLaunch(split_kernel, (sum(tiles), 1), arguments, BF16X3_TILE)
 
     def _merge_launch(self) -> KernelLaunch:
-        """Of the kernel for this pass that merges what the splits wrote."""
+        """The kernel that makes this pass's outputs of what the splits wrote."""
         problem = self.problem
         tiles = cdiv(problem.n_queries, MERGE_TILE.block_m)
         if problem.backward:
@@ -183,7 +186,10 @@ class Launcher:
         return KernelLaunch(kernel, programs, self.arguments(owned), MERGE_TILE)
 
     def arguments(self, tile: Tile, **layouts: Layout) -> dict[str, Any]:
-        """Every non-tensor argument of the kernels; of the tensors in `layouts` these strides."""
+        """By parameter name, whatever any kernel takes besides tensors.
+
+        layouts: of tensors that this kernel gets with other strides than `self.layouts` says.
+        """
         layouts = self.layouts | layouts
         strides = {f"{name}_strides": as_bhnd(each)[1] for name, each in layouts.items()}
         last_queries = self.problem.n_queries % tile.block_m
@@ -208,8 +214,8 @@ class Launcher:
         _, strides = self.inputs[0]
         scale = 1 / math.sqrt(self.d)
         precision = "bf16x3" if self.bf16x3 else self.tuning.dot_precision
-        # ROW: how far apart the rows lie that `split_kernel` writes. ROWS: of a tile of `merge_kernel` and of
-        # `sum_kernel`.
+        # ROW: how far apart the rows lie that `split_kernel` writes (not hopper_backward's ROW). ROWS: of a
+        # tile of `merge_kernel` and of `sum_kernel`.
         same = {
             "n_heads": problem.heads,
             "all_queries": sequences * problem.n_queries,
@@ -233,14 +239,15 @@ class Launcher:
         return problem._asdict() | vars(self.plan) | same
 
     def _descriptors(self, kernel: str, tile: Tile) -> list[Any]:
-        """Of the inputs, and of what TMA stores, in the order of the kernel's parameters.
+        """In the order of the kernel's parameters; after the inputs q, k, v (do) come
 
-        Of "hopper_backward" those after the inputs are lse2, delta, dk, dv, dq_accum.
+        hopper_forward     o
+        hopper_backward    lse2, delta, dk, dv, dq_accum
         """
         gluon = kernel in GLUON_KERNELS
         queries = tile.block_m
         keys = tile.block_n
-        # In Gluon a tile of what programs own is that of one matmul, by four of their warps.
+        # Gluon's programs load and store what they own by the tiles of one matmul, of four of their warps.
         if gluon and kernel in OWN_KEYS:
             keys = min(keys, WARP_GROUP_ROWS)
         elif gluon:
@@ -265,9 +272,10 @@ class Launcher:
         return describe(as_bhnd(x), block, self.dtype, in_shared)
 
     def _float32_descriptors(self, tile: Tile) -> tuple[Any, Any]:
-        """Of lse2 and delta, a number a query, and of dq_accum, in rows of ROW numbers for all heads.
+        """One for lse2 and for delta, a number a query; one for dq_accum, all of it as rows of ROW numbers.
 
-        A block of it is what the dQ warps add at once: a tile of queries, up to DQ_COLUMNS columns.
+        A block of dq_accum is what the dQ warps add at once, a tile of queries by up to DQ_COLUMNS columns:
+        for 64 queries of heads of 128, 64 * 64 numbers, 16 rows.
         """
         plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         _, sequences, queries = self.workspace
@@ -282,14 +290,17 @@ class Launcher:
 
     @cached_property
     def workspace(self) -> Shape:
-        """Shape of "hopper_backward"'s lse2, delta and block_d columns of dq_accum, up to whole tiles."""
+        """Shape of what "hopper_backward" needs in float32: [0] is lse2, [1] delta, [2:] dq_accum's memory.
+
+        (2 + block_d, batch * heads, queries up to whole tiles).
+        """
         problem = self.problem
         rows = self.plan.tiles["hopper_backward"].block_m
         queries = cdiv(problem.n_queries, rows) * rows
         return 2 + self.tuning.block_d, problem.batch * problem.heads, queries
 
     def _sources(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What the kernels load: the inputs, copies of those that they cannot load from, or three of each."""
+        """What the kernels load: the inputs, copies of those that they cannot load from, or parts of each."""
         if self.bf16x3:
             # With the padding of rows: as many numbers as a batch takes, times the batches.
             sizes = [shape[0] * strides[0] for shape, strides in self.inputs]
@@ -306,14 +317,14 @@ class Launcher:
         return tensors
 
     def _split_outputs(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What the programs write: one of each for every split, or the outputs themselves."""
+        """What the programs write: the outputs, or with splits (splits, *shape) in float32 for each."""
         if self.merge is None:
             return outputs
         return [x.new_empty(self.plan.splits, *x.shape, dtype=torch.float32) for x in outputs]
 
     def _run_storing(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *others) -> None:
-        """Run a kernel that stores the outputs by TMA: where it cannot, to tensors that are copied."""
-        # TMA writes whole rows of 16 bytes, which not every output has.
+        """Run the last kernel, which stores the outputs by TMA."""
+        # What TMA cannot store to, as rows have to be multiples of 16 bytes, gets a copy.
         pairs = zip(outputs, self.stored, strict=True)
         stored = [x if layout(x) == to else x.new_empty_strided(*to) for x, to in pairs]
         self.launches[self.last].run(*inputs, *stored, *others)
@@ -382,8 +393,7 @@ def _function_name(kernel: str) -> str:
 def tuning_for(
     dtype: torch.dtype, d_head: int, device: torch.device, allow_tf32: bool = False
 ) -> Tuning:
-    """`select_tuning` for the GPU that this device is, or for the interpreter; with the kernels that Triton's
-    assembler has registers for."""
+    """`select_tuning` for this GPU, or for the interpreter; without hopper_backward if it would spill."""
     tuning = select_tuning(dtype, d_head, capability(device), sm_count(device), allow_tf32)
     if "hopper_backward" in tuning.tiles and not has_registers_for_backward():
         tuning = tuning.with_tiles(hopper_backward=None)

@@ -27,16 +27,16 @@ GLUON_KERNELS = ("hopper_forward", "hopper_backward")  # for Hopper alone, as ar
 # Triton's, of operands in three parts
 BF16X3_KERNELS = ("bf16x3_forward", "bf16x3_dq", "bf16x3_dkdv")
 HOPPER_KERNELS = GLUON_KERNELS + BF16X3_KERNELS
-# Whose programs own keys; those of others own queries.
+# Whose programs own keys; those of others own queries, of "backward" one or the other.
 OWN_KEYS = ("dkdv", "hopper_backward", "bf16x3_dkdv")
 # How many programs each SM should get, if not one: the longest causal ones take as long as two on average.
 PROGRAMS_PER_SM = {"hopper_forward": 1.75} | dict.fromkeys(BF16X3_KERNELS, 0.45)
 # "hopper_backward" runs from more queries than these on, by head size: without a causal mask, and with one.
 # Up to them "dq" and "dkdv" take at most 0.98 of its time (heads of 64 and 128, 256 to 1,024 of them, H100).
 HOPPER_BACKWARD_LENGTH = dict.fromkeys((16, 32, 64), (512, 1024)) | {128: (256, 768)}
-# BF16X3_KERNELS run from so many queries and keys on, by head size, where each has its programs.
+# BF16X3_KERNELS run from so many queries and keys on, by head size, where programs are enough.
 BF16X3_LENGTH = {32: 2048, 64: 512, 128: 512}
-# "backward" runs in place of "dq" and "dkdv" below this many programs an SM, or where its loop is split.
+# "backward" runs in place of "dq" and "dkdv" up to this many programs an SM, or where its loop is split.
 ONE_LAUNCH = {"16bit": 2, "tf32": 2, "ieee": 1}
 WARP_GROUP_ROWS = 64  # of what a program owns, to a matmul of four warps
 Capability = tuple[int, int]
@@ -47,7 +47,7 @@ INTERPRETER: Capability = (0, 0)  # in place of a compute capability
 class Tile:
     """block_m queries by block_n keys; at most max_registers a thread (0: the compiler decides).
 
-    With a chunk, scores are made of so many dimensions at a time (see triton_forward).
+    With a chunk, scores are made of so many dimensions at a time (see triton_common).
     """
 
     block_m: int
@@ -64,7 +64,10 @@ class Tile:
 
 
 def _rows(kind: type, text: str) -> dict[tuple[str, str], dict[int, list[Any]]]:
-    """A table in words: (kernel, precision): {largest head size: of each of its rows a `kind`}."""
+    """A table in words: {(kernel, precision): {largest head size: [of each row a `kind`]}}.
+
+    HOPPER_TILES["dkdv", "16bit"] is {64: [Tile(64, 64, 4, 3)], 128: [Tile(64, 64, 4, 2)], 256: [...]}.
+    """
     table: dict = defaultdict(lambda: defaultdict(list))
     for row in text.strip().splitlines()[1:]:
         kernel, precision, d, *numbers = row.split()
@@ -73,14 +76,19 @@ def _rows(kind: type, text: str) -> dict[tuple[str, str], dict[int, list[Any]]]:
 
 
 # Precisions: "16bit", bfloat16 and float16; "tf32", float32 in TF32; "ieee", float32 with all bits. Heads:
-# the largest head size that a tile is for. Of several tiles the first that makes a program for every SM (or
-# PROGRAMS_PER_SM) runs, else the last: in "ieee" matmuls are so slow that an SM at work counts for more than
-# a large tile. Measured on an H200, one head of 1,024 and 4,096 tokens: the last takes 0.43 to 0.88 of the
-# first one's time. (Heads of 16 have one: small tiles took longer there.) Chunks smaller than the head are
-# the same in all kernels: rounded in another order, scores of 100 and more would no longer fit the sums that
-# the forward left. "hopper_forward" runs in place of "forward" where it has a tile. Its largest takes all
-# registers of an SM; with 128 registers two programs share one, which gains nothing where they end at
-# different times, as causal ones do.
+# the largest head size that a tile is for.
+#
+# Of several tiles the first that makes a program for every SM (or PROGRAMS_PER_SM) runs, else the last: in
+# "ieee" matmuls are so slow that an SM at work counts for more than a large tile. Measured on an H200, one
+# head of 1,024 and 4,096 tokens: the last takes 0.43 to 0.88 of the first one's time. (Heads of 16 have one:
+# small tiles took longer there.)
+#
+# Chunks smaller than the head are the same in all kernels: rounded in another order, scores of 100 and more
+# would no longer fit the L that the forward left.
+#
+# "hopper_forward" runs in place of "forward" where it has a tile. Its largest takes all registers of an SM;
+# with 128 registers two programs share one, which gains nothing where they end at different times, as causal
+# ones do.
 HOPPER_TILES = _rows(
     Tile,
     """
@@ -315,10 +323,9 @@ def select_tuning(
     # precision of their own.)
     dot = "tf32" if precision != "ieee" else "bf16x6" if capability[0] == 9 else "tf32x3"
     # TMA loads the tiles where there is one, and where that does not cost registers: matmuls in "ieee" of
-    # tiles that it loaded take up to twice the registers. And the host makes a descriptor for each tensor at
-    # every launch: of a short sequence that is time that the GPU waits. On 12.x (RTX 50, without tcgen05) 16
-    # bits by TMA spill, with Triton 3.6 to 3.9 alike: the backward of heads of 128 2.5 to 2.9 kB a thread, of
-    # heads of 64 208 bytes (3.9). By pointers it spills nothing.
+    # tiles that it loaded take up to twice the registers. On 12.x (RTX 50, without tcgen05) 16 bits by TMA
+    # spill, with Triton 3.6 to 3.9 alike: the backward of heads of 128 2.5 to 2.9 kB a thread, of heads of 64
+    # 208 bytes (3.9). By pointers it spills nothing.
     if capability[0] == 9:
         use_tma = precision == "16bit" or (precision == "tf32" and block_d <= 128)
     else:

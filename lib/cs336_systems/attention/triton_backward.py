@@ -1,22 +1,27 @@
-"""FlashAttention-2's backward pass in two Triton kernels (Dao 2023, algorithm 2). No torch in here.
+"""FlashAttention-2's backward pass in Triton kernels (Dao 2023, algorithm 2). No torch in here.
 
-P is recomputed tile by tile from Q, K and the saved L. With D = rowsum(dO * O), called delta here:
+P is recomputed tile by tile from Q, K and the saved L. With delta = rowsum(dO * O), the paper's D:
 
     dV = P^T dO     dP = dO V^T     dS = P * (dP - delta)     dQ = scale * dS K     dK = scale * dS^T Q
 
     q, do, dq [BLOCK_M, BLOCK_D]    k, v, dk, dv [BLOCK_N, BLOCK_D]    lse, delta [BLOCK_M]
     s, p, dp, ds [BLOCK_M, BLOCK_N], and transposed st, pt, dpt, dst [BLOCK_N, BLOCK_M]
 
-`dq_kernel` owns queries and loops over keys; then `dkdv_kernel` owns keys and loops over queries. That is
-seven matmuls instead of the five of one fused kernel, but no two programs write to the same place: no atomic
-additions, and the same bits every time. (On an H200, five matmuls with dQ added up in L2 take longer when
-written like this. hopper_backward does better.)
+    kernel             a program owns                loops over    writes
+    dq_kernel          a tile of queries             keys          dQ, delta
+    dkdv_kernel        a tile of keys                queries       dK, dV: with dq_kernel's delta
+    backward_kernel    a tile of either              the other     dQ or dK, dV: both kernels in one launch
+    sum_kernel         ROWS queries or keys          splits        dQ or dK, dV: what programs with SPLIT left
 
-Where those would leave SMs without a program, `backward_kernel` has both kinds of programs side by side; and
-if that is still too few, the keys and queries of each loop are split (SPLIT), and `sum_kernel` adds the sums.
+dQ apart from dK and dV takes seven matmuls instead of the five of one fused loop, but no two programs write
+to the same place: no atomic additions, and the same bits every time. (On an H200, five matmuls with atomic
+additions to dQ take longer when written like this. hopper_backward does better.)
 
-`dkdv_kernel` works on transposed tiles (S^T = K Q^T): P^T and dS^T are then already the left operands of dV
-and dK, and never leave the registers. Tuples that functions pass on are those of triton_common, and
+Where two launches would leave SMs without a program, `backward_kernel` runs; and if its programs are still
+too few, each loop is split (SPLIT) over several.
+
+Programs that own keys work on transposed tiles (S^T = K Q^T): P^T and dS^T are then already the left operands
+of dV and dK, and never leave the registers. Tuples that functions pass on are those of triton_common, and
 
     sizes      (n_heads, n_queries, n_keys, rows of one split's output, split_size, scale)
 """
@@ -43,9 +48,10 @@ from cs336_systems.attention.triton_common import (
 
 @triton.jit
 def probabilities(s, lse, residual, scale, form: tl.constexpr):
-    """P = exp(scale * s - L); if EXACT, rounded where scale * s - L is small."""
+    """P = exp(scale * s - L)."""
     if form.EXACT:
-        # Two large numbers subtracted: what a float32 cuts off L may be more than what is left.
+        # Two large numbers are subtracted first, scaled afterwards. What rounding took from L, the residual,
+        # may be more than what is left.
         p = tl.exp2((s * scale - lse) * LOG2E - residual * LOG2E)
     else:
         p = tl.exp2(s * (scale * LOG2E) - lse * LOG2E)
@@ -74,11 +80,9 @@ def add_dq_tiles(
     """Add the key tiles in [first_key, last_key) to dQ.
 
     query_tile: (head, queries, q_rows, do_rows, L, residual, delta). sources: (k_src, v_src).
-    keys: the tuple of triton_common.
-    What is done when:
 
-        else    load K, V   S, dP   P                 dS, dQ
-        LATE    load K      S       P   load V   dP   dS, dQ
+        order          load K, V   S, dP   P                 dS, dQ
+        bf16x3, LATE   load K      S       P   load V   dP   dS, dQ
     """
     BLOCK_N: tl.constexpr = form.BLOCK_N
     head, queries, q_rows, do_rows, lse, residual, delta = query_tile
@@ -116,9 +120,9 @@ def dq_tile(
     sizes,
     form: tl.constexpr,
 ):
-    """dQ of a tile of queries; delta for dkdv_kernel, if there is a place for it.
+    """dQ of a tile of queries and, unless delta_ptr is None, delta for dkdv_kernel.
 
-    saved: (o_ptr, o_strides, lse_ptr, residual_ptr). delta_ptr: or None. output: (dq_ptr, dq_strides).
+    saved: (o_ptr, o_strides, lse_ptr, residual_ptr). output: (dq_ptr, dq_strides).
     """
     D: tl.constexpr = form.D
     BLOCK_D: tl.constexpr = form.BLOCK_D
@@ -212,22 +216,21 @@ def add_dkdv_tiles(
     """Add the query tiles in [first_query, last_query) to grads, (dK, dV).
 
     key_tile: (head, keys, k_rows, v_rows), keys a vector. sources: (q_src, do_src).
-    rows: the tuple of triton_common.
-    statistics: (L, residual, delta) if HAS_DELTA; else (L, residual, o_ptr, o_strides), for delta.
-    DIAGONAL: not all queries see all keys. RAGGED: some are outside the tensors; q reads as zero there, and
-    an infinite key times zero is NaN. A key outside only spoils a row that is never stored.
-    What is done when, transposed (LATE has delta: there is no backward_kernel in bf16x3):
+    statistics: pointers to this head's (L, residual, delta) if HAS_DELTA; else to its (L, residual, O), for
+    delta, and o_strides.
+    DIAGONAL: not all queries see all keys. RAGGED: queries past the last; q reads as zero there, and an
+    infinite key times zero is NaN. A key past the last only spoils a row that is never stored.
 
-        LATE         load Q       S       load L          P   load dO   dV, dP   load delta   dS, dK
-        HAS_DELTA    load Q, dO   S, dP   load L, delta   P                                   dS, dK, dV
-        else         load Q, dO   S, dP   load L, O       P                                   dS, dK, dV
+        order          load Q, dO   S, dP   load L, O       P                                   dS, dK, dV
+        HAS_DELTA      load Q, dO   S, dP   load L, delta   P                                   dS, dK, dV
+        bf16x3, LATE   load Q       S       load L          P   load dO   dV, dP   load delta   dS, dK
     """
     BLOCK_M: tl.constexpr = form.BLOCK_M
     dk, dv = grads
     head, keys, k_rows, v_rows = key_tile
     q_src, do_src = sources
     first_query, last_query, n_queries = rows
-    # As in add_dq_tiles, for dO.
+    # As in add_dq_tiles, for dO; with HAS_DELTA, as there is no backward_kernel in bf16x3.
     LATE: tl.constexpr = form.PRECISION == "bf16x3"
     KEEP: tl.constexpr = form.CHUNK > 0 or LATE
     for start in tl.range(first_query, last_query, BLOCK_M, disable_licm=KEEP):
@@ -281,9 +284,12 @@ def dkdv_tile(
     HAS_DELTA: tl.constexpr,
     form: tl.constexpr,
 ):
-    """dK and dV of a tile of keys.
+    """dK and dV of a tile of keys, from up to three ranges of query tiles:
 
-    statistics: of `add_dkdv_tiles`, of this head. outputs: (dk_ptr, dv_ptr, strides of each).
+        first_query             unmasked           last_whole           last_query
+             | CAUSAL: DIAGONAL     |    no mask       | not EVEN: RAGGED  |
+
+    statistics: as in `add_dkdv_tiles`. outputs: (dk_ptr, dv_ptr, dk_strides, dv_strides).
     """
     D: tl.constexpr = form.D
     BLOCK_D: tl.constexpr = form.BLOCK_D
@@ -306,12 +312,11 @@ def dkdv_tile(
     key_tile = (head, keys, k_rows, v_rows)
     sources = (q_src, do_src)
     first_query, unmasked, last_query = query_range(first_key, n_queries, split_size, form)
-    # Where the last whole tile of queries ends. Only the tile after it pays for a mask by queries.
     last_whole = last_query
     if not EVEN:
         last_whole = tl.minimum(last_query, n_queries // BLOCK_M * BLOCK_M)
-    # The diagonal crosses the first tiles: from `unmasked` on queries see all of these keys.
     if form.CAUSAL:
+        # The last tile may be among these: RAGGED, too.
         rows = (first_query, tl.minimum(unmasked, last_query), n_queries)
         grads = add_dkdv_tiles(
             grads, key_tile, sources, statistics, rows, scale, True, not EVEN, HAS_DELTA, form
@@ -437,7 +442,7 @@ def sum_tile(
     ROWS: tl.constexpr,
     form: tl.constexpr,
 ):
-    """One tile of ROWS rows of the sum over splits [first, end). sizes: (n_rows, rows of all heads)."""
+    """Sum a tile of ROWS rows over some splits. splits: (first, end). sizes: (n_rows, rows of all heads)."""
     D: tl.constexpr = form.D
     BLOCK_D: tl.constexpr = form.BLOCK_D
     first, end = splits
@@ -479,14 +484,14 @@ def sum_kernel(
 ):
     """dQ, dK and dV, summed over the splits in order: the same bits every time.
 
-    BLOCK_M, BLOCK_N: queries and keys that programs owned which wrote them; multiples of ROWS. Grid:
-    ((tiles of ROWS queries + tiles of ROWS keys) * batch * heads,).
+    BLOCK_M, BLOCK_N: of the kernels that wrote the splits; multiples of ROWS. Grid: ((tiles of ROWS queries +
+    tiles of ROWS keys) * batch * heads,).
     """
     key_programs = tl.cdiv(n_keys, ROWS) * (all_keys // n_keys)
     query_programs = tl.num_programs(0) - key_programs
     if tl.program_id(0) < query_programs:
         place = program_tile(tl.program_id(0), n_queries, n_heads, ROWS, False)
-        # Of the tile that wrote these rows: which of its splits had keys.
+        # The splits in which the writer's tile with these rows had keys.
         first_query = place[0] * ROWS // form.BLOCK_M * form.BLOCK_M
         splits = (0, tl.cdiv(last_key_of(first_query, n_keys, form), split_size))
         sizes = (n_queries, all_queries)
@@ -496,7 +501,7 @@ def sum_kernel(
         key_place = program_tile(key_program, n_keys, n_heads, ROWS, False)
         first_split = 0
         if form.CAUSAL:
-            # The splits of the first queries do not see these keys.
+            # No query of the first splits sees the writer's tile with these keys.
             first_key = key_place[0] * ROWS // form.BLOCK_N * form.BLOCK_N
             first_split = first_key // split_size
         key_splits = (first_split, tl.cdiv(n_queries, split_size))

@@ -16,12 +16,13 @@ Tuples that functions pass on:
     head       (batch, head, n_heads)
     q_rows     (tile, source, its first row, n_rows): a tile of a tensor, and what it was loaded from; so are
                k_rows, v_rows, do_rows, and here a_rows and b_rows
-    keys       (first_key, last_key, n_keys): the keys that a loop takes
+    keys       (first_key, last_key, n_keys): the keys that a loop takes, last_key not included
     rows       (first_query, last_query, n_queries): likewise of queries
     place      (tile, batch * n_heads + head, batch, head): what a program owns, of `program_tile`
     strides    of a (batch, heads, n, d) tensor
 
-Where a function does not take them apart, `keys` and `rows` are vectors, of the numbers of rows.
+`queries` is a vector, the numbers of a tile's rows; so are `keys` and `rows` in functions that do not unpack
+them.
 """
 
 from typing import NamedTuple
@@ -36,31 +37,31 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Form(NamedTuple):
-    """What a kernel is compiled for, but dtypes.
+    """What a kernel is compiled for, besides dtypes.
 
-    In a kernel its fields are Python's numbers: what takes a constant of Triton's, as functions of kernels
-    do, is given a name declared as one.
+    In a kernel its fields are Python's values. Where a constexpr is asked for, as by jitted functions, a name
+    is declared as one: `D: tl.constexpr = form.D`.
     """
 
-    D: int
-    BLOCK_D: int
-    BLOCK_M: int
-    BLOCK_N: int
-    USE_TMA: bool
-    PRECISION: str
-    EXACT: bool
-    CHUNK: int
+    D: int  # the head size
+    BLOCK_D: int  # up to a power of two
+    BLOCK_M: int  # queries of a tile
+    BLOCK_N: int  # keys of a tile
+    USE_TMA: bool  # sources are descriptors, else pointers
+    PRECISION: str  # of matmuls
+    EXACT: bool  # PRECISION is not "tf32", which 16 bits have, too
+    CHUNK: int  # dimensions at a time; 0: all
     CAUSAL: bool
-    EVEN_QUERIES: bool
-    EVEN_KEYS: bool
-    SPLIT: bool
+    EVEN_QUERIES: bool  # BLOCK_M divides n_queries
+    EVEN_KEYS: bool  # BLOCK_N divides n_keys
+    SPLIT: bool  # a program takes split_size rows of its loop, by program_id(1)
 
 
 @triton.jit
 def load_tile(source, head, first_row, n_rows, BLOCK: tl.constexpr, form: tl.constexpr):
     """Rows [first_row, first_row + BLOCK) of one head as [BLOCK, BLOCK_D], zero outside its (n_rows, D).
 
-    If PRECISION is "bf16x3", the three matrices of which they are the sum.
+    If PRECISION is "bf16x3", a tuple of the three matrices of which they are the sum.
     """
     D: tl.constexpr = form.D
     BLOCK_D: tl.constexpr = form.BLOCK_D
@@ -89,7 +90,7 @@ def load_by_pointers(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Rows and dimensions from these on of one head of a contiguous tensor, [BLOCK, WIDTH]."""
+    """[BLOCK, WIDTH] of one head of a contiguous tensor, from first_row and first_dim on."""
     batch, head_index, n_heads = head
     rows = first_row + tl.arange(0, BLOCK)
     dims = first_dim + tl.arange(0, WIDTH)
@@ -155,7 +156,7 @@ def mask_scores(s, queries, first_key, n_keys, form: tl.constexpr):
 
 @triton.jit
 def program_tile(program, n_rows, n_heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """(tile, batch * n_heads + head, batch, head): which rows this program owns."""
+    """`place`, (tile, batch * n_heads + head, batch, head): the tile of BLOCK rows that a program owns."""
     # Programs begin in their order: those of one head together, whose keys and values L2 then has.
     tiles = tl.cdiv(n_rows, BLOCK)
     tile = program % tiles
@@ -168,7 +169,7 @@ def program_tile(program, n_rows, n_heads, BLOCK: tl.constexpr, LAST_FIRST: tl.c
 
 @triton.jit
 def last_key_of(first_query, n_keys, form: tl.constexpr):
-    """No query of the tile sees the keys from this one on."""
+    """No query of the tile from first_query on sees the keys from this one on."""
     last_key = n_keys
     if form.CAUSAL:
         last_key = tl.minimum(n_keys, first_query + form.BLOCK_M)
@@ -177,11 +178,13 @@ def last_key_of(first_query, n_keys, form: tl.constexpr):
 
 @triton.jit
 def key_range(first_query, n_keys, split_size, form: tl.constexpr):
-    """(first_key, unmasked, last_key): all queries of the tile see the keys of this program from first_key to
-    unmasked, none sees those from last_key on.
+    """(first_key, unmasked, last_key): this program's keys; all of its queries see those before `unmasked`.
 
-    Only the tiles of keys between the last two pay for a mask. If the keys are split, a program has at most
-    split_size of them, or none at all: then first_key is not below last_key.
+    Only the tiles of keys between the last two pay for a mask. Causal, BLOCK_M 64, BLOCK_N 32, queries 64 to
+    127, 200 keys:
+
+        not split           (0, 64, 128)
+        split_size 64       (0, 64, 64), (64, 64, 128); two without keys: (128, 128, 128), (192, 192, 128)
     """
     first_key = 0
     unmasked = n_keys // form.BLOCK_N * form.BLOCK_N
@@ -198,9 +201,12 @@ def key_range(first_query, n_keys, split_size, form: tl.constexpr):
 
 @triton.jit
 def query_range(first_key, n_queries, split_size, form: tl.constexpr):
-    """(first_query, unmasked, last_query): none before the first sees a key; all from `unmasked` on see all.
+    """(first_query, unmasked, last_query): this program's queries; those from `unmasked` on see all its keys.
 
-    split_size as in `key_range`.
+    Causal, BLOCK_M 32, BLOCK_N 64, keys 64 to 127, 200 queries:
+
+        not split           (64, 128, 200)
+        split_size 128      (64, 128, 128), (128, 128, 200)
     """
     first_query = 0
     unmasked = 0
@@ -220,7 +226,7 @@ def query_range(first_key, n_queries, split_size, form: tl.constexpr):
 
 @triton.jit
 def pointers(ptr, strides, place, rows, dims):
-    """Of a (rows, dims) tile of a (batch, heads, n, d) tensor."""
+    """Pointers to a (rows, dims) tile of a (batch, heads, n, d) tensor of any strides."""
     # In 64 bits, rows too: strides are any, and 32 bits overflow where heads lie between a head's rows.
     base = ptr + place[2].to(tl.int64) * strides[0] + place[3].to(tl.int64) * strides[1]
     return base + rows[:, None].to(tl.int64) * strides[2] + dims[None, :] * strides[3]

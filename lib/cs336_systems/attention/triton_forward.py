@@ -8,9 +8,9 @@ running maximum m, a running total of exp(s - m) and an unnormalised output.
 
 Exponentials are powers of two, for which the hardware has an instruction. The scale 1/sqrt(d) and log2(e)
 fold into one constant, so that exp(scale * s - max) is a single multiply-add and one exp2. In float32 without
-lost bits (EXACT) a maximum of 100 is not multiplied and rounded: it is one of the scores as they are, and
-s - max loses nothing where the weight is large. Nor do the bits of L get lost that do not fit into a float32:
-they are kept beside it, as `residual`. (PyTorch keeps P, whose large weights large scores leave exact.)
+lost bits (EXACT) the maximum is not scaled, which would round it: it is one of the scores as they are, and
+s - max loses nothing where the weight is large. And what L loses when it is rounded is kept beside it, as
+`residual`.
 
 Where there are fewer programs than SMs, several share a tile of queries, each with some of the keys (SPLIT),
 and `merge_kernel` merges their O and L, as in Flash-Decoding (Dao et al. 2023).
@@ -39,9 +39,9 @@ from cs336_systems.attention.triton_common import (
 
 @triton.jit
 def softmax_step(s, m, scale_log2, form: tl.constexpr):
-    """(exp(scale * s - max), by what earlier sums shrink, max): the maximum grows from m to that of s too.
+    """(P of a tile before its division, the factor for earlier sums, the maximum of m and of the tile).
 
-    The maximum is of s if EXACT, else of scale_log2 * s.
+    m and the maximum are of s if EXACT, else of scale_log2 * s.
     """
     if form.EXACT:
         # Subtracted before it is scaled: nothing is rounded off where s is near the maximum.
@@ -90,10 +90,7 @@ def attend(
     MASKED: tl.constexpr,
     form: tl.constexpr,
 ):
-    """Online softmax over the key tiles in [first_key, last_key). state: (acc, total, m).
-
-    queries: their numbers. keys: (first_key, last_key, n_keys).
-    """
+    """Online softmax over the key tiles in [first_key, last_key). state: (acc, total, m)."""
     BLOCK_N: tl.constexpr = form.BLOCK_N
     acc, total, m = state
     k_src, v_src = sources
@@ -195,7 +192,7 @@ def merge_kernel(
     ROWS: tl.constexpr,
     form: tl.constexpr,
 ):
-    """O, L and its residual of those of the splits: by the online softmax, of which each split is one step.
+    """Merge the splits' O, L and residual by the online softmax, of which each split is one step.
 
     BLOCK_M: of the kernel that wrote the splits; a multiple of ROWS. Grid: (tiles of ROWS * batch * heads,).
     """
@@ -206,6 +203,7 @@ def merge_kernel(
     dims = tl.arange(0, BLOCK_D)
     in_range = queries < n_queries
     inside = in_range[:, None] & (dims[None, :] < D)
+    # The writer's tile with these rows: of the splits from its last key on nothing was written.
     first_query = place[0] * ROWS // form.BLOCK_M * form.BLOCK_M
     last_key = last_key_of(first_query, n_keys, form)
     rows = place[1].to(tl.int64) * n_queries + queries

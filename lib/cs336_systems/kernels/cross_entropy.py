@@ -25,7 +25,7 @@ IGNORED = tl.constexpr(-100)  # the target that does not count, as in PyTorch
 
 @triton.jit
 def load_tile(logits_ptr, rows, first, stride, n_rows, vocabulary, COLUMNS: tl.constexpr):
-    """Of a tile's columns from `first` on: their numbers, the logits, where these lie, and which exist."""
+    """(columns, logits, their places, which exist) of the tile that begins with column `first`."""
     columns = first + tl.arange(0, COLUMNS)[None, :]
     inside = (rows[:, None] < n_rows) & (columns < vocabulary)
     place = logits_ptr + rows[:, None] * stride + columns

@@ -16,7 +16,7 @@ from cs336_systems.kernels.autograd_guards import first_order_only
 from cs336_systems.kernels.runtime import kernel_function, launch_kernel, load_float32, row_tiles
 from cs336_systems.kernels.tensors import check_tensors
 
-# Elements of a tile: 128 bytes a thread are on their way at once, which hides the memory's latency.
+# Elements of a tile: 32 a thread, 128 bytes in float32, are on their way at once and hide memory's latency.
 TILE = 4096
 WIDEST = 1024  # columns of a tile
 MOST_PARTIALS = 1024  # rows of partial sums of dw
