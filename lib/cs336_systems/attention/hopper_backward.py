@@ -12,8 +12,8 @@ computed by four more, the dQ warps. One warp, the producer, has TMA fill a ring
     consumer, heads of up to 64 (narrow): registers for K and V; matmuls are shorter than exponentials
              matmuls  S(t) dP(t)      dV(t)       dK(t) S(t+1) dP(t+1)        dV(t+1)         dK(t+1) ...
              the rest           P(t)        dS(t)                     P(t+1)          dS(t+1)
-    consumer, heads of up to 128 (wide): its registers are full of dK and dV; S is a tile ahead, K and V are read
-    from shared memory, P and dS stay packed, two numbers to a register, and dS comes into the registers of P
+    consumer, heads of up to 128 (wide): its registers are full of dK and dV; S is a tile ahead, K and V are
+    read from shared memory, P and dS stay packed, two numbers to a register, and dS comes into P's registers
              matmuls  S(t)      dP(t)     dV(t)        dK(t) S(t+1)      dP(t+1) ...
              the rest      P(t)      P(t) dP(t)  dS(t)              P(t+1)
     dQ warps matmul                                     dQ(t)
