@@ -115,7 +115,10 @@ def dot(a, b, acc, form: tl.constexpr):
 
 @triton.jit
 def dot_transposed(a_rows, b_rows, head, SCORES: tl.constexpr, form: tl.constexpr):
-    """A B^T, of a_rows and b_rows. SCORES: infinite ones keep their sign, which says what weighs nothing."""
+    """A B^T, of a_rows and b_rows.
+
+    SCORES: infinite ones keep their sign, in bf16x3 and, without CHUNK, in bf16x6: -inf weighs nothing.
+    """
     D: tl.constexpr = form.D
     BLOCK_D: tl.constexpr = form.BLOCK_D
     PRECISION: tl.constexpr = form.PRECISION
