@@ -33,7 +33,7 @@ CHAPTERS = {  # what the page for teachers says of each besides: what to have re
     "21": "11 | no; times want one",
     "31": "11 | no; times want two",
     "41": "35, 36 | no; times want two",
-    "51": "31, 43 | no",
+    "51": "31, 43 | no; 55's times want two",
     "61": "16, 25, 43 | no; times want two",
 }
 
