@@ -12,7 +12,7 @@ import pytest
 from cs336_systems.__main__ import main
 from labbook import load_rows, one
 from labbook.book.map import read_map
-from labbook.book.notebooks import read_yaml
+from labbook.book.notebooks import book
 
 REPOSITORY = Path(__file__).parents[1]
 NOTEBOOKS = REPOSITORY / "notebooks"
@@ -81,7 +81,7 @@ def test_its_numbers_are_rows():
 def test_the_page_for_teachers_adds_up():
     entries = read_map()
     all_minutes = 0
-    chapters = read_yaml("book.yaml")["chapters"]
+    chapters = book("chapters")
     for first, end in pairwise(list(CHAPTERS) + ["99"]):
         names = [name for name in entries if first <= name[:2] < end]
         minutes = np.array([entries[name].minutes for name in names], float).sum(axis=0)

@@ -99,16 +99,14 @@ def one(frame: pd.DataFrame, **key: object) -> pd.Series:
     Raises LookupError: no row or several rows have it; the message counts them and says in what they differ.
     """
     rows = frame
-    texts = []
     for keyword, value in key.items():
         name = keyword.rstrip("_")
-        texts.append(f"{name}={value!r}")
         rows = rows[rows[name].isna() if value is None else rows[name] == value]
     if len(rows) == 1:
         return rows.iloc[0]
-    differences = varying_values(rows, rows.columns) or "nothing"
     raise LookupError(
-        f"{len(rows)} rows of {len(frame)} have {', '.join(texts)}, not one; they differ in {differences}"
+        f"{len(rows)} rows of {len(frame)} have {key}, not one; "
+        f"they differ in {varying_values(rows, rows.columns) or 'nothing'}"
     )
 
 

@@ -118,7 +118,6 @@ def measure(
     *,
     around: Callable = nullcontext,
     skip: Callable | None = None,
-    kept: Callable | None = None,
     errors: type | tuple = (),
     stream: Callable | None = None,
     device: str | torch.device = "auto",
@@ -134,7 +133,6 @@ def measure(
         it and the steps run with the matmul precision of the case's `dtype`.
     around: makes the context that a set-up and its steps run in: an attention backend switched on, say.
     skip: why a case cannot be measured, or ""; its row has the status "skipped" and that reason.
-    kept: whether a case is on record already; then it is left out.
     errors: exceptions of a set-up or step that are a row with the status "error" and its message; over
         ranks none is, and they propagate.
     stream: starts worker processes: stream(worker, world_size, *args, backend=..., timeout_s=...), which
@@ -151,8 +149,6 @@ def measure(
         group = []
         for case in same_setup:
             case.device = device
-            if kept and kept(case):
-                continue
             reason = skip(case) if skip else ""
             if reason:
                 yield [_row(case, Timing(status="skipped", reason=reason))]
@@ -258,7 +254,7 @@ def _over_ranks(groups, sweep, start):
             return
         except RuntimeError as error:
             cause = str(getattr(error, "cause", error))
-            if not timing.is_out_of_memory(cause):
+            if not (waiting and timing.is_out_of_memory(cause)):
                 raise
         # What rank 0 had not sent when a rank ended.
         yield [_row(case, Timing(status="oom", reason=cause[:200])) for case in waiting.pop(0)]

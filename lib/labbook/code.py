@@ -80,16 +80,19 @@ def of_cells(sources: Sequence[str], parameters: Collection[str] = ()) -> dict[s
             tables += statement.tables
     if not tables:
         return {}
-    needed = [executed[place] for place in sorted(places)]
-    needed = [statement for statement in needed if not statement.only_sets(parameters)]
+    needed = [
+        executed[place] for place in sorted(places) if not executed[place].only_sets(parameters)
+    ]
     digest = _digest(*(statement.text for statement in needed))
     cell = f"the cell that saves {', '.join(dict.fromkeys(tables))} #{digest[:6]}"
     return _files(needed, project().measured) | {"labbook.timing": timing.VERSION, cell: digest}
 
 
-def notebook_of(slug: str) -> Path | None:
-    """The notebook of a problem, if there is one."""
-    return next(project().notebooks.glob(f"[0-9][0-9]_{slug}.ipynb"), None)
+def notebook_of(slug: str) -> Path:
+    """The notebook of a problem. Raises FileNotFoundError: there is none."""
+    for path in project().notebooks.glob(f"[0-9][0-9]_{slug}.ipynb"):
+        return path
+    raise FileNotFoundError(f"{project().notebooks} has no notebook NN_{slug}.ipynb")
 
 
 def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

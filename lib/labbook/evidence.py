@@ -1,13 +1,14 @@
 """Rows on record: which are of today's code, and which cases they spare."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import pandas as pd
 
 from labbook import code
 from labbook.machine import gpu_of, versions
-from labbook.rows import run_counts
+from labbook.rows import point_of, run_counts
 from labbook.runs import Record, load_run
 
 
@@ -33,11 +34,12 @@ def measurements(slug: str, machines: Iterable[str]) -> Iterator[Measurement]:
         for (table, name), row_count in run_counts(slug, machine).items():
             run = load_run(machine, name)
             now = code.of_table(path, table)
-            # The name of a cell lists its tables; no table's name begins with another's.
-            part = [place for place in run.code if place in now or f" {table}" in place]
+            # The name of a cell lists its tables.
+            part = [
+                place for place in run.code if place in now or re.search(rf" {table}[ ,]", place)
+            ]
             # No cell names a table whose rows come with another's: all of the run's code counts.
             before = {place: run.code[place] for place in part or run.code}
-            changed = code.changed(before, now or code.of_notebook(path))
             yield Measurement(
                 path.stem,
                 machine,
@@ -45,22 +47,16 @@ def measurements(slug: str, machines: Iterable[str]) -> Iterator[Measurement]:
                 row_count,
                 run,
                 before,
-                changed,
+                code.changed(before, now or code.of_notebook(path)),
             )
 
 
-def matcher(rows: pd.DataFrame, keys: Iterable[str], steps: int) -> Callable:
-    """Makes what tells of a case whether one of the rows has it, so that it need not be measured again."""
+def points(rows: pd.DataFrame, table: str, steps: int) -> set[tuple]:
+    """What some rows of a table spare to be measured again: their points, as `rows.point_of` has them."""
     rows = rows.query("status == 'ok'")  # memory may be free now, a compiler installed
     if "steps" in rows:
         rows = rows[rows["steps"].fillna(steps) >= steps]
-    points = {_point(row, keys) for row in rows.to_dict("records")}
-    return lambda case: _point(case, keys) in points
-
-
-def _point(row, keys):
-    """What was measured; 1 of a case and 1.0 of a loaded row are the same."""
-    return tuple(None if pd.isna(row.get(name)) else row[name] for name in keys)
+    return {point_of(row, table) for row in rows.to_dict("records")}
 
 
 def rows_of(now: Mapping[str, str], rows: pd.DataFrame, machine: str) -> pd.DataFrame:

@@ -30,8 +30,10 @@ def name_of(path: Path) -> str:
     return "/".join(path.parts[-3:])
 
 
-def make_folder(folder: Path, way_out: str = "set LABBOOK_FIGURES to a folder that can") -> Path:
-    """Create a folder, under `figures_dir()` if nothing else is said.
+def make_folder(
+    folder: Path, way_out: str = "figures may be elsewhere: set LABBOOK_FIGURES"
+) -> Path:
+    """Create a folder.
 
     Raises PermissionError: it cannot be created or written to; the message names the way out.
     """

@@ -17,21 +17,11 @@ MISSING = "–"
 # What stands in the place of a number that a row does not have.
 STATUS_LABELS = {"oom": "OOM", "error": "error", "skipped": "skipped"}
 # What the last part of a column's name says of its unit.
-UNITS = {
-    "s": "s",
-    "ms": "ms",
-    "us": "µs",
-    "mib": "MiB",
-    "gib": "GiB",
-    "mb": "MB",
-    "gb": "GB",
-    "gbps": "GB/s",
-    "tflops": "TFLOP/s",
-    "mhz": "MHz",
-    "w": "W",
-    "bytes": "bytes",
-    "percent": "%",
-}
+_UNITS = (
+    "s=s ms=ms us=µs mib=MiB gib=GiB mb=MB gb=GB gbps=GB/s tflops=TFLOP/s mhz=MHz w=W bytes=bytes "
+    "percent=%"
+)
+UNITS = dict(pair.split("=") for pair in _UNITS.split())
 
 
 class Named(NamedTuple):
@@ -182,7 +172,7 @@ def significant(value: float) -> str:
         return MISSING
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
-    decimals = 2 - math.floor(math.log10(abs(value)))
+    decimals = 2 - int(f"{value:.2e}".partition("e")[2])  # 9.996 is 10.0
     if abs(value) < 1e4:
         decimals = max(decimals, 0)
     return f"{round(float(value), decimals):,.{max(decimals, 0)}f}"

@@ -27,7 +27,6 @@ from labbook.timing import matmul_precision, release_memory, resolve_device, tim
 
 GIB = 2**30
 _CLOCKS = "--query-gpu=clocks.sm,power.draw,utilization.gpu"
-_DTYPES = ("float32", "tf32", "bfloat16", "float16")
 
 
 def now() -> str:
@@ -140,11 +139,9 @@ def machine_slug(gpu: str, cpu: str, cores: int, gpus: int = 1) -> str:
 
 def _slug(model):
     """Lower-case words and numbers of a model's name, joined by hyphens."""
-    name = model.lower()
-    name = re.sub(r"\((r|tm|c)\)|@.*?ghz|\d+-core|\b(nvidia|geforce|cpu|processor)\b", " ", name)
     # One card is sold with several memories and sockets.
-    name = re.sub(r"\b(\d+gb|hbm\d\w?|sxm\d|pcie)\b", " ", name)
-    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+    more = r"\((r|tm|c)\)|@.*?ghz|\d+-core|\b(nvidia|geforce|cpu|processor|\d+gb|hbm\d\w?|sxm\d|pcie)\b"
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(more, " ", model.lower())).strip("-")
 
 
 def _describe(device, several):
@@ -184,7 +181,7 @@ def core_count() -> int:
 def _matmul_tflops(device):
     """Rate of a large square matmul for each dtype that the device is made for, on random numbers."""
     rates = {}
-    for dtype in _DTYPES:
+    for dtype in ("float32", "tf32", "bfloat16", "float16"):
         if dtype == "tf32" and why_no_tf32(device):
             continue
         if device.type == "cuda":

@@ -18,9 +18,8 @@ from labbook.labels import column_label, significant, with_derived
 from labbook.machine import load_card, machine_card
 from labbook.project import project
 from labbook.release import provenance
-from labbook.rows import load_rows, published, save_rows
+from labbook.rows import load_rows, point_of, published, save_rows
 from labbook.runs import Run
-from labbook.schema import columns_of
 from labbook.tables import row_lines, show, show_html
 
 
@@ -127,15 +126,15 @@ class Page:
         was interrupted continues; with $LABBOOK_AGAIN set none is.
         """
         cases = list(cases)
-        keys = columns_of(table).keys
-        is_measured = evidence.matcher(self.on_record(table), keys, options.get("steps", 0))
-        for rows in bench.measure(cases, setup, kept=is_measured, device=self.device, **options):
+        on_record = evidence.points(self.on_record(table), table, options.get("steps", 0))
+        due = [case for case in cases if point_of(case, table) not in on_record]
+        for rows in bench.measure(due, setup, device=self.device, **options):
             # Rows of other tables first: with its own row on record a case is not measured again.
             for row in rows:
                 for other_table, other_rows in row.pop("tables", {}).items():
                     self.save(other_rows, other_table)
             self.save(rows, table)
-        if left_out := sum(map(is_measured, cases)):
+        if left_out := len(cases) - len(due):
             print(f"{left_out} of {len(cases)} cases are on record, measured by this code")
 
     def on_record(self, table: str) -> pd.DataFrame:

@@ -45,7 +45,7 @@ def project() -> Project:
     """The project in the folder of `configure` or $LABBOOK_PROJECT, else the one around the working folder.
 
     Else, as in a process that was started somewhere else, that of labbook's own checkout.
-    Raises FileNotFoundError: there is none; the message says how one is made.
+    Raises ValueError: there is none, or its `book.yaml` cannot be read; the message names that file.
     """
     folder = os.environ.get("LABBOOK_PROJECT")
     return _declared(Path(folder) if folder else _nearest())
@@ -53,22 +53,34 @@ def project() -> Project:
 
 @cache
 def _nearest():
+    """Without one it is the working folder, which then is refused."""
     here = Path.cwd()
-    for folder in [here] + list(here.parents) + [Path(__file__).resolve().parents[2]]:
-        if (folder / _DECLARATION).is_file():
-            return folder
-    raise FileNotFoundError(
-        f"{here} is in no project, a folder with {_DECLARATION}; call labbook.configure(folder)"
-    )
+    folders = [here] + list(here.parents) + [Path(__file__).resolve().parents[2]]
+    return next((folder for folder in folders if (folder / _DECLARATION).is_file()), here)
 
 
 @cache
 def _declared(root):
     declared = read_yaml(root / _DECLARATION)
-    lists = {name: tuple(declared.get(name, ())) for name in ("committed", "several", "measured")}
+    lists = {
+        name: tuple([] + declared.get(name, []))  # a word would be so many letters
+        for name in ("committed", "several", "measured")
+    }
     return Project(root, declared.get("reference", ""), **lists)
 
 
-def read_yaml(path: Path) -> dict:
-    """What a file of the project declares."""
-    return yaml.load(path.read_text(encoding="utf-8"), _LOADER) or {}
+def read_yaml(path: Path, loader: type = _LOADER) -> dict:
+    """What a file of the project declares, by name; nothing if it is empty.
+
+    Raises ValueError: it cannot be read, or says something else; the message names it.
+    """
+    try:
+        declared = _parsed(path.read_text(encoding="utf-8"), loader) or {}
+        if not isinstance(declared, dict):
+            raise ValueError("it is no mapping")
+    except (OSError, yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path.name} cannot be read: {' '.join(str(error).split())}") from None
+    return declared
+
+
+_parsed = cache(yaml.load)  # by the text: files are edited while a kernel runs

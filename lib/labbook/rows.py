@@ -23,8 +23,6 @@ from labbook.schema import columns_of, schema
 _DIGITS = {"float": 6, "exact": 9}  # significant, that a file keeps
 _EXPECTED = {
     "int": "a whole number, 0 or more",
-    "float": "a finite number",
-    "exact": "a finite number",
     "bool": "true or false",
     "text": "text",
 }
@@ -58,8 +56,20 @@ def save_rows(rows: Iterable[Mapping], slug: str, table: str, machine: str, run:
         # Before the rows that name it: a kill leaves no row without its run.
         run.write()
         after = _upserted(before, [row | {"run": run.name} for row in batch], columns)
-        write_atomically(path, after.to_csv(index=False, lineterminator="\n"))
-        runs.remove_unused(machine, set(before["run"]) - set(after["run"]) - {""})
+        write_atomically(
+            path,
+            after.map(_written, na_action="ignore").to_csv(index=False, lineterminator="\n"),
+        )
+        runs.remove_unused(machine, set(before["run"].dropna()) - set(after["run"]))
+
+
+def point_of(record: Mapping, table: str) -> tuple:
+    """What a row is about: the values of its keys as a file keeps them, 1/3 as 0.333333.
+
+    Raises ValueError: one does not fit.
+    """
+    keys = columns_of(table).keys
+    return tuple(_stored(name, kind, record.get(name)) for name, kind in keys.items())
 
 
 def _checked(records, columns, path):
@@ -78,8 +88,8 @@ def _checked(records, columns, path):
 
 
 def _upserted(before, rows, columns):
-    """The fields of a file once rows are in it, instead of those of their keys or groups."""
-    new = pd.DataFrame(rows, columns=list(columns.types), dtype=object).fillna("").map(_written)
+    """The values of a file once rows are in it, instead of those of their keys or groups."""
+    new = pd.DataFrame(rows, columns=list(columns.types), dtype=object)
     by = list(columns.group or columns.keys)
     new_places = pd.MultiIndex.from_frame(new[by])
     is_replaced = pd.MultiIndex.from_frame(before[by]).isin(new_places)
@@ -101,11 +111,11 @@ def load_rows(slug: str, machine: str, table: str) -> pd.DataFrame:
     Raises RowError: the file is damaged, or a value does not fit; the message names file and line.
     """
     columns = columns_of(table)
-    path = find(machine, slug, f"{table}.csv")
-    fields = _sorted(_read(path), columns)
-    frame = pd.DataFrame(
-        {name: _typed(fields[name], kind, path) for name, kind in columns.types.items()}
-    )
+    frame = _sorted(_read(find(machine, slug, f"{table}.csv")), columns)
+    for name, kind in columns.types.items():
+        gaps = frame[name].hasnans
+        dtypes = {"int": float if gaps else int, "bool": object if gaps else bool, "text": object}
+        frame[name] = frame[name].astype(dtypes.get(kind, float))
     return frame.assign(machine=pd.Series(machine, frame.index, dtype=object))
 
 
@@ -113,8 +123,8 @@ def run_counts(slug: str, machine: str) -> Counter[tuple[str, str]]:
     """How many rows of each table of a problem each run measured on a machine; "" is an unknown one."""
     counts = Counter()
     for table in schema().tables:
-        rows = _read(find(machine, slug, f"{table}.csv"))
-        counts.update((table, run) for run in rows["run"])
+        fields = _fields(find(machine, slug, f"{table}.csv"))
+        counts.update((table, run) for run in fields["run"])
     return counts
 
 
@@ -131,7 +141,12 @@ def _row(record, columns):
 
     Raises ValueError: what was given, what is allowed.
     """
-    _refuse_unknown_columns(record, columns)
+    for name, value in record.items():
+        is_known = name == "machine" or name in columns.types
+        if not (is_known or value == "" or pd.isna(value)):  # of a frame with more columns
+            raise ValueError(
+                f"there is no column {name!r}; allowed: {', '.join(columns.keys | columns.values)}"
+            )
     row = {"status": "ok"}
     for name, kind in columns.types.items():
         value = _stored(name, kind, record.get(name))
@@ -141,24 +156,15 @@ def _row(record, columns):
     return row
 
 
-def _refuse_unknown_columns(record, columns):
-    for name, value in record.items():
-        is_known = name == "machine" or name in columns.types
-        if not (is_known or value == "" or pd.isna(value)):  # of a frame with more columns
-            raise ValueError(
-                f"there is no column {name!r}; allowed: {', '.join(columns.keys | columns.values)}"
-            )
-
-
 def _refuse_impossible_times(row, columns):
     status = row["status"]
     times = [name for name in columns.values if name in row and name.endswith("_ms")]
     if status != "ok" and times:
         name = times[0]
         raise ValueError(f"{name} is {row[name]}; allowed with status {status!r}: no time")
-    spread = [row[name] for name in ("p20_ms", "p50_ms", "p80_ms") if name in row]
+    spread = [0] + [row[name] for name in ("p20_ms", "p50_ms", "p80_ms") if name in row]
     if spread != sorted(spread):
-        raise ValueError(f"p20_ms, p50_ms, p80_ms are {spread}; allowed: none falls")
+        raise ValueError(f"0, p20_ms, p50_ms, p80_ms are {spread}; allowed: none falls")
 
 
 def _stored(column, kind, value):
@@ -169,17 +175,17 @@ def _stored(column, kind, value):
     if pd.api.types.is_scalar(value) and pd.isna(value):
         return None
     is_truth_value = isinstance(value, bool | np.bool_)
-    is_number = isinstance(value, numbers.Real) and not is_truth_value and math.isfinite(value)
+    is_number = isinstance(value, numbers.Real) and not is_truth_value and abs(value) < math.inf
     match kind:
         case "text" if isinstance(value, str):
             return _stored_text(column, value)
         case "bool" if is_truth_value:
             return bool(value)
-        case "int" if is_number and value >= 0 and float(value).is_integer():
+        case "int" if is_number and 0 <= value < 2**63 and float(value).is_integer():
             return int(value)
         case "float" | "exact" if is_number:
             return float(f"{value:.{_DIGITS[kind]}g}")
-    raise ValueError(f"{column} is {value!r}; allowed: {_EXPECTED[kind]}")
+    raise ValueError(f"{column} is {value!r}; allowed: {_EXPECTED.get(kind, 'a finite number')}")
 
 
 def _stored_text(column, value):
@@ -194,7 +200,16 @@ def _stored_text(column, value):
 
 
 def _read(path):
-    """The fields of a file, as text, by the number of their line; of several rows with one key the last."""
+    """The values of a file; of several rows with one key the last."""
+    columns = columns_of(path.stem)
+    rows = _fields(path)
+    for name, kind in columns.types.items():
+        rows[name] = _values(rows[name], kind, path)
+    return rows.drop_duplicates(list(columns.keys), keep="last")
+
+
+def _fields(path):
+    """The fields of a file, as text, by the number of their line; nothing where there is none."""
     columns = columns_of(path.stem)
     types = list(columns.types)
     if not path.exists():
@@ -206,13 +221,12 @@ def _read(path):
             f"{name_of(path)} is damaged: {error}; restore the file from git, or move it away and "
             "measure again"
         ) from None
-    frame = frame.drop_duplicates(list(columns.keys), keep="last")
     return frame.reindex(columns=types, fill_value="")
 
 
 def _lines(path, columns):
     """The fields of each line of a file, by its number. Raises ValueError: one does not fit."""
-    text = io.StringIO(path.read_bytes().decode(), newline="")
+    text = io.StringIO(path.read_bytes().decode("utf-8-sig"), newline="")
     header, *lines = csv.reader(text, strict=True)
     names = set(header)
     are_known = set(columns.keys) <= names <= set(columns.types)
@@ -226,7 +240,7 @@ def _lines(path, columns):
     return pd.DataFrame(lines, range(2, len(lines) + 2), header, dtype=object)
 
 
-def _typed(fields, kind, path):
+def _values(fields, kind, path):
     """The values of a column of a file."""
     values = {}
     for text in fields.unique():
@@ -234,9 +248,7 @@ def _typed(fields, kind, path):
             values[text] = _stored(fields.name, kind, _parsed(text, kind))
         except ValueError as error:
             raise RowError(f"{name_of(path)}, line {(fields == text).idxmax()}: {error}") from None
-    gaps = None in values.values()
-    dtypes = {"int": float if gaps else int, "bool": object if gaps else bool, "text": object}
-    return pd.Series([values[text] for text in fields], dtype=dtypes.get(kind, float))
+    return pd.Series([values[text] for text in fields], fields.index, object)
 
 
 def _parsed(text, kind):
@@ -247,15 +259,15 @@ def _parsed(text, kind):
     return text or None
 
 
-def _sorted(fields, columns):
+def _sorted(rows, columns):
     """Rows sorted by their keys: empty first, numbers by size, listed values as listed."""
 
     def places(column):
         listed = schema().allowed.get(column.name)
         if listed:
             return column.map({value: place for place, value in enumerate(listed)}).fillna(-1)
-        if columns.keys[column.name] in ("text", "bool"):
-            return column
-        return pd.to_numeric(column, errors="coerce").fillna(-math.inf)
+        if columns.keys[column.name] == "text":
+            return column.fillna("")
+        return column.astype(float).fillna(-math.inf)
 
-    return fields.sort_values(list(columns.keys), key=places, kind="stable")
+    return rows.sort_values(list(columns.keys), key=places, kind="stable", ignore_index=True)

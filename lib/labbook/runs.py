@@ -5,6 +5,7 @@ rows were measured, and it is written before them. Nothing in it names a host, a
 """
 
 import os
+import re
 import secrets
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +23,7 @@ from labbook.project import project
 
 _UNKNOWN = {"code that is not on record": ""}  # of rows saved by hand, or whose run is gone
 # What changes times or results, besides switches.
-_SETTINGS = ("NCCL_", "CUDA_", "CUBLAS", "PYTORCH_", "TORCH", "TRITON_")
+_SETTINGS = re.compile("NCCL_|CUDA_|CUBLAS|PYTORCH_|TORCH|TRITON_")
 
 
 @dataclass
@@ -82,7 +83,9 @@ class Run:
         )
         record.settings = _settings()
         record.commit = git_commit(project().root)
-        record.parameters = dict(self.parameters)
+        record.parameters = {
+            name: value for name, value in self.parameters.items() if os.sep not in str(value)
+        }
         if record.gpu != "none" and torch.cuda.is_available():
             record.cuda = torch.version.cuda or ""
             if dist.is_nccl_available():
@@ -95,7 +98,7 @@ def _settings():
     settings = {
         name: value
         for name, value in sorted(os.environ.items())
-        if name.startswith(_SETTINGS) and os.sep not in value
+        if _SETTINGS.match(name) and os.sep not in value
     }
     settings["deterministic"] = str(torch.are_deterministic_algorithms_enabled())
     settings["float32 matmuls"] = torch.get_float32_matmul_precision()

@@ -13,35 +13,36 @@ from matplotlib.colors import to_hex
 
 from labbook.labels import family_of, is_text, ordered
 
-# Okabe & Ito, "Color Universal Design" (2008), told apart with every kind of colour vision; and five more.
-BLUE = "#0072B2"
-SKY = "#56B4E9"
-GREEN = "#009E73"
-ORANGE = "#E69F00"
-VERMILLION = "#D55E00"
-PURPLE = "#CC79A7"
-INK = "#22272E"
-GREY = "#6B7077"
-SILVER = "#CBD2DB"
-# By name, as vocabularies say them.
-COLORS = {
-    "blue": BLUE,
-    "sky": SKY,
-    "green": GREEN,
-    "orange": ORANGE,
-    "vermillion": VERMILLION,
-    "purple": PURPLE,
-    "black": INK,
-    "grey": GREY,
-    "silver": SILVER,
-    "wine": "#7A1F5C",
-    "brown": "#604418",
-    "yellow": "#F0E442",
-}
+# By name, as vocabularies say them. The first six, and yellow, are Okabe & Ito's, "Color Universal Design"
+# (2008), told apart with every kind of colour vision.
+_NAMED = """\
+blue #0072B2
+sky #56B4E9
+green #009E73
+orange #E69F00
+vermillion #D55E00
+purple #CC79A7
+black #22272E
+grey #6B7077
+silver #CBD2DB
+wine #7A1F5C
+brown #604418
+yellow #F0E442
+"""
+COLORS = dict(line.split() for line in _NAMED.splitlines())
+BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE, INK, GREY, SILVER = list(COLORS.values())[:9]
 MUTED = "#6B7280"
 PAPER = "#FFFFFF"
 ZONE = "#F3F4F6"  # where nothing could be measured
-_SPARE = [BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, INK]
+_SPARE = [
+    BLUE,
+    VERMILLION,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    SKY,
+    INK,
+]
 
 
 def in_style() -> AbstractContextManager:

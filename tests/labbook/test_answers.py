@@ -14,13 +14,13 @@ def test_a_text_is_shown_with_every_claim_checked_or_not_at_all(show, shown):
     assert all(
         part in shown[0].data for part in ("It takes 9.53 ms.", "2 claims", "✓ 9.53 ms &lt; 10 ms")
     )
-    claims = [
-        claim("12.1 ms < 10 ms", False),
-        claim("yes", True),
-        claim("it is fast", np.bool_(False)),
-    ]
     with pytest.raises(AssertionError, match=r"12\.1 ms < 10 ms; it is fast$"):
-        show("Text.", *claims)
+        show(
+            "Text.",
+            claim("12.1 ms < 10 ms", False),
+            claim("yes", True),
+            claim("it is fast", np.bool_(False)),
+        )
     assert len(shown) == 1
 
 

@@ -37,7 +37,8 @@ def test_significant_digits_stay_close_and_plain(value):
 
 
 def test_significant_digits_of_what_is_large_or_nothing():
-    assert [significant(n) for n in (999.6, 4417.4, 16504.01)] == ["1,000", "4,417", "16,500"]
+    texts = ["10.0", "1,000", "4,417", "16,500"]
+    assert [significant(n) for n in (9.996, 999.6, 4417.4, 16504.01)] == texts
     assert value_label(None) == significant(float("nan")) == "–"
 
 

@@ -70,7 +70,7 @@ def test_a_cell_shows_a_small_picture_once(shares, monkeypatch):
 
 
 def test_lines_are_of_their_colour_and_values(rows):
-    points = drawn(lines(rows.iloc[::-1], **BY_CONTEXT))
+    points = drawn(lines(rows[::-1], **BY_CONTEXT))
     assert points.keys() == {PLAIN, COMPILED}
     assert points[PLAIN] == [[256, 1.0], [512, 4.0]]
 
@@ -85,8 +85,7 @@ def test_a_band_has_the_edges_of_the_spread(rows):
 
 def test_words_stand_at_equal_distances_and_numbers_are_plain():
     sizes = pd.DataFrame({"model_size": ["xl", "small"], "p50_ms": [3.0, 1.0]})
-    chart = lines(sizes, "model_size")
-    (points,) = drawn(chart).values()
+    (points,) = drawn(lines(sizes, "model_size")).values()
     assert points == [[0, 1.0], [1, 3.0]]
     numbers = pd.DataFrame({"n": [1, 1000], "p50_ms": [1, 1e6]})
     axes = lines(numbers, "n").axes[0]
@@ -101,8 +100,7 @@ def test_why_there_is_no_number_is_written(rows):
     assert to_hex(word.get_color()) == PLAIN
     assert word.get_position()[0] == 1024
     assert "–" in texts(bars(rows.drop(columns="status"), **BY_CONTEXT))
-    none = rows.iloc[:0]
-    empty = lines(none, **BY_CONTEXT)
+    empty = lines(rows[:0], **BY_CONTEXT)
     assert any("cs336_systems run" in text for text in texts(empty))
 
 

@@ -71,8 +71,8 @@ def test_a_project_is_that_of_configure_or_around_the_working_folder(tmp_path, m
     assert project.project().root == here, "found once in a process"
 
 
-def test_without_a_project_it_is_said_how_one_is_made(tmp_path, monkeypatch):
+def test_without_a_project_it_is_said_which_file_is_missing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(project, "__file__", str(tmp_path / "a" / "b" / "c.py"))
-    with pytest.raises(FileNotFoundError, match=r"labbook\.configure"):
-        project._nearest.__wrapped__()
+    with pytest.raises(ValueError, match=f"book.yaml cannot be read: .*{tmp_path}"):
+        project._declared(project._nearest.__wrapped__())

@@ -32,7 +32,7 @@ def save(name: str, run: runs.Run | None = None) -> str:
 def test_a_row_names_its_run_and_the_run_says_where_when_and_how(figures, monkeypatch):
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(figures))
-    run = runs.Run(SLUG, MACHINE, {"steps": 3}, lambda: CODE)
+    run = runs.Run(SLUG, MACHINE, {"steps": 3, "report": str(figures)}, lambda: CODE)
     assert save("a", run) == save("b", run) == run.name
     record = runs.load_run(MACHINE, run.name)
     assert (record.machine, record.slug, record.torch) == (MACHINE, SLUG, torch.__version__)

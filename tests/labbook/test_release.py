@@ -19,7 +19,7 @@ COURSE = {
     "lessons/shows.py": "def show(rows):\n    return rows\n",
 }
 CELL = "from lessons.sums import total\npage.save([{'size': 1, 'total': total(1)}], 'totals')"
-OTHER = "from lessons.shows import show\npage.save(show([]), 'another')"
+OTHER = "from lessons.shows import show\npage.save(show([]), 'totals_too')"
 FRESH = "all committed rows are of today's code\n"
 
 
@@ -70,10 +70,10 @@ def test_rows_are_old_where_measured_code_has_changed_and_not_where_words_have(c
     assert check(capsys) == (0, FRESH)
     edit("lessons/sums.py", "def total", "# A comment.\ndef total")
     edit("lessons/shows.py", "return rows", "return list(rows)")
+    edit("notebooks/01_sums.ipynb", "show([])", "show([1])")
     assert check(capsys) == (0, FRESH)
     edit("lessons/sums.py", "range(size)", "range(size + 1)")
-    line = "01_sums: totals of box, 1 rows; changed since: sums.py\n"
-    assert check(capsys) == (1, line)
+    assert check(capsys) == (1, "01_sums: totals of box, 1 rows; changed since: sums.py\n")
     assert main(["release", "v2.0"]) == 1
     assert not (course / "RELEASE").exists()
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from labbook.files import find
 from labbook.project import project, read_yaml
-from labbook.rows import RowError, load_rows, save_rows
+from labbook.rows import RowError, load_rows, point_of, save_rows
 from labbook.runs import Run
 from labbook.schema import schema
 
@@ -27,19 +27,17 @@ pytestmark = pytest.mark.usefixtures("figures")
 def row(pass_="forward", ms=10.0, **columns):
     times = {
         "mean_ms": ms,
-        "std_ms": 0.1,
         "p20_ms": ms - 0.1,
         "p50_ms": ms,
         "p80_ms": ms + 0.1,
-        "steps": 5,
     }
     keys = {"model_size": "tiny", "batch_size": 4, "context_length": 128, "pass": pass_}
     return keys | times | columns
 
 
 def kernel(name="gemm", ms=1.0, profiler="nsys", **columns):
-    keys = {"model_size": "tiny", "profiler": profiler, "kernel": name}
-    return keys | {"total_ms": ms} | columns
+    row = {"model_size": "tiny", "profiler": profiler, "kernel": name, "total_ms": ms}
+    return row | columns
 
 
 def save(*rows, table=TABLE, machine=MACHINE):
@@ -104,7 +102,9 @@ def test_any_row_of_any_table_survives_the_file(table, data):
             assert (kept or "") == " ".join(given_value.split())
         else:
             assert pd.isna(kept) if given_value is None else kept == given_value
-    save(*loaded.to_dict("records"), table=table, machine=machine)
+    (again,) = loaded.to_dict("records")
+    assert point_of(again, table) == point_of(record, table)
+    save(again, table=table, machine=machine)
     assert path.read_bytes() == first
 
 
@@ -112,7 +112,8 @@ def test_any_row_of_any_table_survives_the_file(table, data):
 
 
 def test_a_row_replaces_the_one_with_its_key_and_others_stay():
-    save(row(ms=10), row(ms=20, batch_size=None), row("forward_backward", ms=30))
+    path = save(row(ms=10), row(ms=20, batch_size=None), row("forward_backward", ms=30))
+    path.write_text(path.read_text().replace(",128,", ",128.0,"))  # as a person may
     save(row(ms=11))
     save(row(ms=21, batch_size=None))
     assert load().p50_ms.tolist() == [21, 11, 30], "an empty key is a key"
@@ -165,7 +166,7 @@ def test_every_column_is_described():
         ({"pass": "inference"}, "inference.*forward, backward, forward_backward, train_step"),
         ({"batch_size": 4.5}, "batch_size is 4.5.*whole"),
         ({"status": "out of memory"}, "out of memory.*oom"),
-        ({"p20_ms": 50.0}, r"\[50.0, 40.0, 40.1\].*none falls"),
+        ({"p20_ms": 50.0}, r"\[0, 50.0, 40.0, 40.1\].*none falls"),
         ({"status": "oom"}, "mean_ms is 40.*'oom': no time"),
         ({"pass": "forward_backward"}, "duplicate key model_size=tiny, batch_size=4"),
     ],
@@ -198,10 +199,9 @@ def test_a_damaged_file_is_refused_by_file_and_line_and_left_as_it_is(damage, to
     with pytest.raises(RowError, match=rf"^{MACHINE}/{SLUG}/{TABLE}.csv.*{told}") as error:
         load()
     assert "\n" not in str(error.value)
-    if "line 2: " not in told:  # a value is looked at by whoever loads it
-        with pytest.raises(RowError):
-            save(row())
-        assert path.read_bytes() == damaged
+    with pytest.raises(RowError):
+        save(row())
+    assert path.read_bytes() == damaged
 
 
 def test_an_unknown_table_is_refused():

@@ -28,11 +28,12 @@ from labbook.book.execution import Outcome, execute
 from labbook.book.notebooks import BatchError, convert, parameter_errors, resolve, unknown
 from labbook.files import figures_dir, make_folder, read_record, write_record
 from labbook.machine import versions
-from labbook.project import project
+from labbook.project import project, read_yaml
 from labbook.rows import RowError, run_counts
 from labbook.runs import Record
 
 PROFILES = {"cpu": 0, "gpu": 1, "multi-gpu": 2, "four-gpus": 4}  # with the GPUs that each needs
+_DEFAULTS = {"parameters": {}, "grid": {}}  # of an entry
 _START_S = 30  # of a kernel, its imports, its steps and answers, on a machine of H200s
 
 
@@ -48,9 +49,8 @@ class Job:
         """Name of its files: the notebook, parameters to read, and a digest of all of them to tell apart."""
         if not self.parameters:
             return self.notebook.stem
-        short = [
-            str(value) for value in self.parameters.values() if isinstance(value, str | int | float)
-        ]
+        values = self.parameters.values()
+        short = [str(value)[:16] for value in values if isinstance(value, str | int | float)]
         digest = hashlib.sha256(json.dumps(self.parameters, sort_keys=True).encode()).hexdigest()
         words = [self.notebook.stem] + short[:4] + [digest[:6]]
         return re.sub(r"[^\w.-]+", "_", "-".join(words))
@@ -99,7 +99,7 @@ def jobs(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
 def _chosen(profile, only, overrides, names):
     """The entries of a profile, or of some notebooks alone; of one that has none, one with its defaults."""
     # Numbers as text, to be read as those of the command line are.
-    profiles = notebooks.read_yaml("batch.yaml", yaml.BaseLoader)
+    profiles = read_yaml(notebooks.folder() / "batch.yaml", yaml.BaseLoader)
     entries = list(_entries(profile, profiles, names))
     if only:
         chosen = resolve(only, names)
@@ -116,13 +116,15 @@ def _entries(profile, profiles, names):
     # Without this one: a profile that includes itself is unknown there.
     others = {name: entries for name, entries in profiles.items() if name != profile}
     for entry in profiles[profile]:
-        match entry:
+        match _DEFAULTS | entry if isinstance(entry, dict) else entry:
             case {"profile": str(other)}:
                 yield from _entries(other, others, names)
-            case {"notebook": str(name)} if entry.keys() <= {"notebook", "parameters", "grid"}:
+            case {"notebook": str(name), "parameters": dict(texts), "grid": dict(axes), **more} if (
+                not more and all(axes.values())
+            ):
                 (notebook,) = resolve([name], names)
-                for point in grid(**entry.get("grid", {})):  # one empty point without a grid
-                    yield notebook, entry.get("parameters", {}) | point
+                for point in grid(**axes):  # one empty point without a grid
+                    yield notebook, texts | point
             case _:
                 raise BatchError(
                     f"batch.yaml, {profile}: {entry!r}; allowed: notebook with parameters (a value each) and "

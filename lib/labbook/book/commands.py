@@ -19,22 +19,24 @@ from labbook.book.map import put_in_short
 from labbook.book.tidy import tidy, write_copies
 from labbook.files import figures_dir, make_folder, write_atomically
 from labbook.machine import core_count, machine_card
-from labbook.project import project
+from labbook.project import configure, project
 from labbook.timing import one_line
 
 
 def main(arguments: list[str] | None = None, program: str | None = None) -> int:
     """Exit code: 0 all well, 1 a notebook failed, 2 refused before starting, 130 interrupted."""
-    options = _parser(program).parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cluster's way of saying Ctrl-C
-    os.environ["LABBOOK_FIGURES"] = str(figures_dir().resolve())  # notebooks run in another folder
     try:
+        configure(project().root)  # notebooks run in another folder
+        os.environ["LABBOOK_FIGURES"] = str(figures_dir().resolve())
+        options = _parser(program).parse_args(arguments)
         return options.command(options) or 0
     except KeyboardInterrupt:
         print("interrupted; the same command continues", file=sys.stderr)
         return 130
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        # A full disk is told once for each file of a site.
+        print(f"error: {error}"[:2000], file=sys.stderr)
         return 2
 
 
@@ -162,7 +164,7 @@ def _notebooks(options):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     names = options.names
     if names:  # those that show what the others found show what these found
-        names = names + notebooks.book("last")
+        names += notebooks.book("last")
     with TemporaryDirectory() as scratch:
         os.environ["LABBOOK_FIGURES"] = scratch  # outputs show committed rows and this run alone
         return _any_failed([_renew(path) for path in _paths(names)])

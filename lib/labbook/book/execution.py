@@ -40,7 +40,7 @@ def execute(source: Path, output: Path, parameters: dict) -> Outcome:
     """
     partial = output.with_name(f".{output.name}")  # left by a kill, replaced by the next run
     started = time.perf_counter()
-    arguments = json.dumps([str(source), str(partial), parameters])
+    arguments = json.dumps([str(source), str(partial), parameters, os.getpid()])
     process = subprocess.Popen(
         [sys.executable, "-m", __name__, arguments],
         stdin=subprocess.DEVNULL,
@@ -60,9 +60,12 @@ def execute(source: Path, output: Path, parameters: dict) -> Outcome:
     return Outcome("error" if reason else "ok", reason, seconds)
 
 
-def _main(source, output, parameters):
-    """The process: print why papermill failed, in one line, or nothing. It ends when its parent does."""
-    threading.Thread(target=_end_with, args=[psutil.Process().parent()], daemon=True).start()
+def _main(source, output, parameters, parent):
+    """The process: print why papermill failed, in one line, or nothing. It ends when its parent does.
+
+    parent: its number, by which one that ended during the imports is not found.
+    """
+    threading.Thread(target=_end_with, args=[psutil.Process(parent)], daemon=True).start()
     # What kernels say outside of their cells goes where standard error does: `execute` has it lead nowhere.
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -8,7 +8,6 @@ import ast
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
@@ -20,7 +19,7 @@ from papermill.models import Parameter
 from papermill.translators import PythonTranslator
 
 from labbook.code import notebook_of
-from labbook.project import project
+from labbook.project import project, read_yaml
 
 
 class BatchError(ValueError):
@@ -72,32 +71,21 @@ def tags_of(cell: NotebookNode) -> list[str]:
     return cell.metadata.get("tags", [])
 
 
-_parsed = cache(yaml.load)  # by the text: files are edited while a kernel runs
-
-
-def read_yaml(name: str, loader: type = yaml.SafeLoader) -> dict:
-    """A file of the folder of notebooks."""
-    try:
-        return _parsed((folder() / name).read_text(encoding="utf-8"), loader)
-    except yaml.YAMLError as error:
-        raise BatchError(f"{name} cannot be read: {' '.join(str(error).split())}") from None
-
-
 def book(name: str) -> dict:
     """What `book.yaml` says under a name."""
-    return read_yaml("book.yaml").get(name, {})
+    return read_yaml(folder() / "book.yaml").get(name, {})
 
 
 def resolve(words: Iterable[str], notebooks: Collection[str]) -> list[str]:
     """The notebooks meant by numbers ("11"), slugs, names or paths."""
-    names = {word: name for name in notebooks for word in [name] + name.split("_", 1)}
-    meant = {}  # in order, each once
+    meant = []
     for word in words:
         stem = Path(word).name.removesuffix(".ipynb")
-        if stem not in names:
-            raise BatchError(unknown("notebook", stem, notebooks))
-        meant[names[stem]] = word
-    return list(meant)
+        names = [name for name in notebooks if stem in [name] + name.split("_", 1)]
+        if len(names) != 1:  # a copy of a notebook has its number, too
+            raise BatchError(unknown("notebook", stem, names or notebooks))
+        meant += names
+    return list(dict.fromkeys(meant))  # in order, each once
 
 
 def unknown(kind: str, name: str, allowed: Iterable[str]) -> str:
@@ -154,7 +142,7 @@ def parameter_errors(
 ) -> list[str]:
     """A sentence for each setting whose parameter is unknown, or whose value cannot be right.
 
-    Raises BatchError: parameters.yaml cannot be read.
+    Raises ValueError: parameters.yaml cannot be read.
     """
     errors = []
     for name, value in settings.items():
@@ -178,7 +166,7 @@ def parameter_errors(
 
 def rules_of(slug: str) -> dict[str, dict]:
     """The rules for parameters of a notebook, by their names."""
-    file = read_yaml("parameters.yaml")
+    file = read_yaml(folder() / "parameters.yaml")
     return file.get("every notebook", {}) | file.get(slug, {})
 
 

@@ -16,7 +16,7 @@ import nbformat
 import psutil
 import pytest
 
-from labbook.book import batch, kernel, notebooks
+from labbook.book import batch, execution, kernel, notebooks
 from labbook.book.batch import BatchError, Job
 from labbook.book.execution import Outcome, execute
 from labbook.project import project
@@ -62,10 +62,15 @@ def test_a_grid_becomes_every_combination_and_a_profile_includes_another(folder)
     assert lines(batch.jobs("multi-gpu")) == ["11_one model_size=large", "12_two"]
 
 
-def test_only_takes_number_slug_name_or_path_and_adds_what_the_profile_lacks(folder):
+def test_only_takes_number_slug_name_or_path_and_adds_what_the_profile_lacks(
+    folder, write_notebook
+):
     for word in ("11", "one", "11_one", "notebooks/11_one.ipynb"):
         assert lines(batch.jobs("gpu", only=[word])) == ["11_one model_size=large"]
     assert lines(batch.jobs("cpu", only=["13", "11"])) == ["11_one", "13_three"]
+    write_notebook(folder / "11_copy.ipynb")
+    with pytest.raises(BatchError, match="'11'; allowed: 11_copy, 11_one"):
+        batch.jobs("cpu", only=["11"])
 
 
 def test_overrides_replace_a_grid_where_there_is_the_parameter(folder, write_notebook):
@@ -100,6 +105,9 @@ WRONG = {
     "cpu: [{notebook: 11_one, gird: {steps: [1]}}]": "gird",
     "cpu: [{profile: cpu}]": "'cpu'",
     "cpu: [": "batch.yaml",
+    "[cpu]": "batch.yaml .* no mapping",
+    "cpu: [{notebook: 11_one, grid: [steps]}]": "'grid'",
+    "cpu: [{notebook: 11_one, grid: {steps: []}}]": "'steps'",
     "cpu: [{notebook: 11_one, grid: {a: [1]}}, {notebook: 12_two, grid: {b: [1]}}]": "'a'(.|\n)*'b'",
 }
 
@@ -107,7 +115,7 @@ WRONG = {
 @pytest.mark.parametrize("yaml", WRONG)
 def test_all_that_is_wrong_in_the_file_is_said_at_once(folder, yaml):
     (folder / "batch.yaml").write_text(yaml)
-    with pytest.raises(BatchError, match=WRONG[yaml]):
+    with pytest.raises(ValueError, match=WRONG[yaml]):
         batch.jobs("cpu")
 
 
@@ -119,12 +127,18 @@ def test_a_damaged_notebook_is_named(folder):
 
 def test_names_of_jobs_are_short_file_names_that_never_clash(folder):
     notebook = folder / "11_one.ipynb"
-    sets = [{}, {"steps": 1}, {"steps": "1"}, {"dtypes": ["a"]}, {"dtypes": ["b"]}]
-    sets.append({"model_size": "a/b"})
+    sets = [
+        {},
+        {"steps": 1},
+        {"steps": "1"},
+        {"dtypes": ["a"]},
+        {"dtypes": ["b"]},
+        {"model_size": "a/b" * 99},
+    ]
     names = [Job(notebook, parameters).name for parameters in sets]
     assert len(set(names)) == len(names)
     assert names[0] == "11_one"
-    assert all(re.fullmatch(r"[\w.-]+", name) for name in names)
+    assert all(re.fullmatch(r"[\w.-]{,99}", name) for name in names)
 
 
 def test_the_workbooks_own_plan_holds():
@@ -370,6 +384,11 @@ def test_what_ends_half_way_is_an_error(tmp_path, write_notebook, code, said):
     outcome = execute(source, tmp_path / "out.ipynb", {})
     assert outcome.status == "error"
     assert said in outcome.reason
+
+
+def test_who_was_left_alone_executes_nothing():
+    with pytest.raises(psutil.NoSuchProcess):
+        execution._main("", "", {}, 2**30)  # no process has such a number
 
 
 def test_a_notebook_runs_with_other_parameters(tmp_path, monkeypatch):

@@ -132,6 +132,8 @@ def test_figures_are_where_the_command_was_given_and_looked_at_first(
     monkeypatch.setattr(os, "access", lambda path, mode: "mine" not in str(path))
     assert command("run", "--output", folder / "runs") == 2
     assert "LABBOOK_FIGURES" in capsys.readouterr().err
+    monkeypatch.setenv("LABBOOK_PROJECT", "nowhere")
+    assert command("run") == 2
 
 
 def test_ctrl_c_says_how_to_go_on(folder, monkeypatch, capsys):

@@ -150,8 +150,7 @@ def test_pages_have_their_rows_the_first_a_card_a_chapter_and_the_gallery_each_p
         output = v4.new_output("display_data", data, metadata={"image/png": {"alt": title}})
         notebook.cells.append(v4.new_code_cell(source, outputs=[output]))
     notebook.cells[0].source += "\n\n*Time:* 6 minutes to read, 30 to work.\n\n## Predict"
-    given = v4.new_code_cell("def f():\n    pass", metadata={"tags": ["aside"]})
-    notebook.cells.append(given)
+    notebook.cells += [v4.new_code_cell("def f():\n    pass", metadata={"tags": ["aside"]})]
     nbformat.write(notebook, name)
     there = site.build(folder / "site", folder / "notebooks").parent
     first, gallery, page = (

@@ -58,10 +58,9 @@ RANGES = [
 
 def a_snapshot() -> dict:
     """A step of 100 us: 8 MiB of parameters, 16 of optimizer state, 1 of input, 4 saved for backward."""
-    owned = {PARAMETER: 8, STATE: 16, INPUT: 1, GRADIENT: 8}
     blocks = [
         {"address": address, "requested_size": mib * MIB, "state": "active_allocated"}
-        for address, mib in owned.items()
+        for address, mib in {PARAMETER: 8, STATE: 16, INPUT: 1, GRADIENT: 8}.items()
     ]
     blocks.append({"address": SAVED, "requested_size": 0, "state": "inactive"})
     events = [change("segment_alloc", SAVED, 20, 1009)]
@@ -148,8 +147,7 @@ def test_peak_of_each_stage_and_largest_allocations(history):
 def test_memory_freed_in_the_step_but_older_than_it():
     snapshot = a_snapshot()
     snapshot["device_traces"][0].insert(0, change("free_requested", 0x9000, 5, 1006))
-    first = timeline(read_snapshot(snapshot, BEFORE, AFTER)).iloc[0]
-    assert first.other == 6
+    assert timeline(read_snapshot(snapshot, BEFORE, AFTER)).iloc[0].other == 6
     named = read_snapshot(snapshot, BEFORE | {0x9000: ("gradients", 5 * MIB)}, AFTER)
     assert timeline(named).iloc[0].gradients == 5
 
@@ -169,8 +167,7 @@ def test_a_real_step_keeps_what_accounting_says(trained):
     steps, history, stem = trained
     held = history.allocations.groupby("category").size_bytes.sum()
     parameters = sum(parameter.nbytes for parameter in steps.model.parameters())
-    buffers = sum(buffer.nbytes for buffer in steps.model.buffers())
-    assert held["parameters"] == parameters + buffers
+    assert held["parameters"] == parameters + sum(each.nbytes for each in steps.model.buffers())
     assert held["optimizer state"] == 2 * parameters
     # A gradient may be a view of a larger buffer.
     assert held["gradients"] == pytest.approx(parameters, rel=0.06)

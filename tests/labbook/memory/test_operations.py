@@ -28,23 +28,19 @@ def empty(*shape, **options):
 
 def looked_up(x):
     """Looking up rows reads only those."""
-    numbers = empty(5, dtype=torch.long)
-    return x[numbers]
+    return x[empty(5, dtype=torch.long)]
 
 
 def added_at_once(x):
-    others = [empty(30, 20)]
-    return torch._foreach_add_([x], others)
+    return torch._foreach_add_([x], [empty(30, 20)])
 
 
 def bytes_moved(function):
-    counted = operations_of(function)
-    return sum(one.bytes_moved for one in counted)
+    return sum(one.bytes_moved for one in operations_of(function))
 
 
 def flops(function):
-    counted = operations_of(function)
-    return sum(one.flops for one in counted)
+    return sum(one.flops for one in operations_of(function))
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,9 @@ def a_profile():
             for name, start, end in ranges:
                 events.append(("range", name, process, start, end, None, 0))
             for number, (name, launch, start, end, *stream) in enumerate(kernels):
-                call = ("call", "cudaLaunchKernel", process, launch, launch + 1, number, 0)
-                events.append(call)
+                events.append(("call", "cudaLaunch", process, launch, launch + 1, number, 0))
                 stream = stream[0] if stream else 7
-                kernel = ("kernel", name, process, start, end, number, stream)
-                events.append(kernel)
+                events.append(("kernel", name, process, start, end, number, stream))
         events = pd.DataFrame(events, columns=COLUMNS)
         events["correlation"] = events["correlation"].astype(float)
         events["thread"] = 1

@@ -46,12 +46,14 @@ def test_overlap_counts_what_a_grid_counts(rows):
 
 def test_the_tail_begins_where_backward_ends():
     forward = frame([("compute", 0, 4)], "forward")
-    backward = [
-        ("compute", 4, 2),
-        ("compute", 7, 2),
-        ("communication", 5, 1),
-    ]
-    backward = frame(backward + [("communication", 6, 7)])
+    backward = frame(
+        [
+            ("compute", 4, 2),
+            ("compute", 7, 2),
+            ("communication", 5, 1),
+            ("communication", 6, 7),
+        ]
+    )
     assert overlap_values(pd.concat([forward, backward]))["profiled_tail_ms"] == 13 - 9
     assert overlap_values(backward)["profiled_exposed_ms"] == 1 + 4
     assert overlap_values(forward)["profiled_tail_ms"] is None
@@ -75,9 +77,7 @@ def test_rows_bridge_small_gaps_and_keep_stages_apart():
 
 def test_communication_is_exposed_where_nothing_is_computed():
     """Two steps: in one 2 ms follow backward, in the other 1 ms runs in it and 1 ms follows."""
-    backward = [
-        ("compute", 4, 6),
-    ]
+    backward = [("compute", 4, 6)]
     naive = frame(backward + [("communication", 10, 2)])
     overlapped = frame(backward + [("communication", 9, 2)])
     steps = pd.concat([naive.assign(step="naive"), overlapped.assign(step="overlapped")])
@@ -96,9 +96,7 @@ def test_communication_is_exposed_where_nothing_is_computed():
 
 
 def test_of_two_ranks_in_one_report_one_is_shown(a_profile):
-    ranges = [
-        ("measure", 0, 1000),
-    ]
+    ranges = [("measure", 0, 1000)]
     computes = ranges, [(GEMM, 10, 100, 300), (NCCL, 20, 300, 310)]
     profile = a_profile(ranges, [(GEMM, 10, 20, 100), (NCCL, 20, 100, 300)], other=computes)
     values = overlap_values(step_lanes(profile))
@@ -111,13 +109,11 @@ def test_lanes_of_a_profile(a_profile):
         ("measure", 0, 1000),
         ("forward", 0, 100),
         ("backward", 100, 300),
+        ("communication", 300, 400),
     ]
-    ranges.append(("communication", 300, 400))
     kernels = [
         (GEMM, 50, 60, 200),
         (GEMM, 150, 200, 400),
-    ]
-    kernels += [
         (NCCL, 210, 300, 500, 21),
         (NCCL, 310, 500, 550, 21),
     ]

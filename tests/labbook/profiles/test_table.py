@@ -45,9 +45,7 @@ def test_a_range_with_a_slash_is_one_range(a_profile):
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), max_size=8), st.integers(0, 70))
 def test_paths_name_exactly_the_open_ranges_the_longest_first(a_profile, spans, launch):
-    ranges = [
-        ("all", -1, 100),
-    ]
+    ranges = [("all", -1, 100)]
     for number, (start, length) in enumerate(spans):
         ranges.append((f"r{number}", start, start + length))
     path = a_profile(ranges, [(MUL, launch, 80, 81)]).kernels.range[0].split("/")
@@ -74,8 +72,8 @@ def test_the_kernel_table_is_the_mean_step_without_the_warmup(two_steps):
 def test_range_table_tells_host_from_device(two_steps, a_profile):
     table = range_table(two_steps).set_index("range")
     assert set(table.index) == {"measure", "measure/forward", "measure/backward"}
-    step = table.loc["measure"]
-    assert step.tolist() == pytest.approx([1e-4, 32e-6, 3]), "host, device, calls"
+    step = [1e-4, 32e-6, 3]  # host, device, calls
+    assert table.loc["measure"].tolist() == pytest.approx(step)
     on_two_streams = [
         (MUL, 1, 10, 30),
         (MUL, 2, 20, 40, 8),
@@ -90,8 +88,8 @@ def test_the_optimizers_range_names_the_purpose_of_ordinary_kernels(a_profile):
         (MUL, 1, 10, 30),
         (MUL, 60, 70, 80),
         (GEMM, 70, 80, 90),
+        ("ncclDevKernel", 80, 90, 99),
     ]
-    launches.append(("ncclDevKernel", 80, 90, 99))
     found = a_profile([("measure", 0, 100), ("optimizer", 50, 100)], launches).kernels
     assert found["class"].tolist() == ["elementwise", "optimizer", "matmul", "communication"]
 
@@ -102,21 +100,17 @@ def test_rows_sum_layers_and_fold_what_is_small(a_profile):
         ("measure", 0, 1000),
         ("forward", 0, 200),
         ("layers.0", 0, 90),
-    ]
-    spans += [
         ("layers.1", 100, 190),
         ("backward", 200, 300),
     ]
-    long = [
+    kernels = [
         (MUL, 10, 1000, 1900),
         (MUL, 110, 101_000, 101_900),
         (MUL, 205, 302, 303),
-    ]
-    tiny = [
         ("tiny", 110, 303, 304),
         ("tiny", 210, 304, 305),
     ]
-    table = kernel_table(a_profile(spans, long + tiny))
+    table = kernel_table(a_profile(spans, kernels))
     rows = kernel_rows(table)
     calls = {(row["range"], row["kernel"]): row["calls"] for row in rows}
     assert calls == {
