@@ -37,7 +37,11 @@ class Project:
 
 
 def configure(folder: str | Path) -> None:
-    """Serve the project in this folder, in this process and in those that it starts."""
+    """Serve the project in this folder, in this process and in those that it starts.
+
+    A project is a folder with notebooks/book.yaml, which may be empty; rows need notebooks/tables.yaml, and a
+    page notebooks/parameters.yaml, too.
+    """
     os.environ["LABBOOK_PROJECT"] = str(Path(folder).resolve())
 
 

@@ -71,7 +71,7 @@ def jobs(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
         so does each of them where there are overrides.
     overrides: "name=value", for every notebook that has the parameter.
     Raises BatchError: the first unknown notebook or override, or else a line for each wrong parameter of the
-        batch; they name what is allowed.
+        batch; they name what is allowed. ValueError: batch.yaml or parameters.yaml cannot be read.
     """
     by_notebook = notebooks.load_notebooks()
     entries = _chosen(profile, only, overrides, by_notebook)
@@ -255,7 +255,10 @@ def load_outcome(path: Path) -> Outcome | None:
 
 
 def _row_count(job, folder):
-    """How many rows of the notebook there are on the machine that the folder is named after."""
+    """How many rows of the notebook there are on the machine that the folder is named after.
+
+    Of the rows of several GPUs, which are in h200-x2, it counts none.
+    """
     with suppress(RowError):  # of a damaged table: executed again, the notebook says it
         return run_counts(job.notebook.stem[3:], folder.name).total()
     return 0

@@ -77,7 +77,10 @@ def book(name: str) -> dict:
 
 
 def resolve(words: Iterable[str], notebooks: Collection[str]) -> list[str]:
-    """The notebooks meant by numbers ("11"), slugs, names or paths."""
+    """The notebooks meant by numbers ("11"), slugs, names or paths.
+
+    Raises BatchError: a word means none of them, or several.
+    """
     meant = []
     for word in words:
         stem = Path(word).name.removesuffix(".ipynb")
