@@ -181,7 +181,7 @@ def _run_sphinx(source, built, trees):
     command = [sys.executable, "-m", "sphinx", "-q", "-j", "auto", "-d", trees, source, built]
     completed = subprocess.run(command, capture_output=True, text=True)
     if completed.returncode:
-        raise notebooks.BatchError(f"Sphinx could not build the site: {completed.stderr[-150:]}")
+        raise notebooks.BatchError(f"Sphinx could not build the site: {completed.stderr[-500:]}")
 
 
 def _write_page(path, source, names, is_run):
