@@ -15,7 +15,7 @@ class Sharding:
     rounds: what travels is rounded to the dtype of the forward; weights and gradients stay float32.
     unit: what is gathered at once, a "weight" or a "block"; "" where nothing is.
     ahead: how many units are gathered ahead of use in backward.
-    copies: a message is gathered into a buffer, and copied from there to the weights.
+    copies: a message has a buffer of its own, which is freed as soon as it is copied.
     replicates, stays: parts of the parameters, in the words of `accounting.parameter_breakdown`, that are not
         sharded after all; and that stay gathered from forward to backward.
     """

@@ -17,11 +17,8 @@ def test_no_other_line_has_smaller_relative_errors(times_of):
     fit = fit_alpha_beta(sizes, times)
 
     def error(latency, per_byte):
-        squares = 0.0
-        for size, time in times_of.items():
-            predicted = latency + size * per_byte
-            squares += (predicted / time - 1) ** 2
-        return squares
+        line = ((latency + size * per_byte) / time for size, time in times_of.items())
+        return sum((ratio - 1) ** 2 for ratio in line)
 
     best = error(fit.latency_s, fit.seconds_per_byte)
     squares = sum(residual**2 for residual in fit.residuals)

@@ -1,7 +1,8 @@
 """Closed forms: what a model costs in parameters, FLOPs, bytes and seconds before anything is measured.
 
-Pure functions of a `ModelConfig` and numbers; a ValueError says which are allowed. They describe `model.py`
-with plain attention; the tests hold them against torch's FLOP counter and the storages alive during a step.
+Pure functions of a `ModelConfig` and numbers; a ValueError says which are allowed (a KeyError: there is no
+such pass of attention alone, or collective of a ring). They describe `model.py` with plain attention; the
+tests hold them against torch's FLOP counter and the storages alive during a step.
 """
 
 from cs336_systems.accounting import checkpoint_costs, scaling, sharding_costs

@@ -58,8 +58,7 @@ def attention_peak_breakdown(
             "gradient of the weights": scores,
             "temporaries of the division's derivative": 4 * scores,
         }
-    mask = context_length**2 if is_causal else 0
-    small = {"row sums": FLOAT32_BYTES * rows, "causal mask": mask}
+    small = {"row sums": FLOAT32_BYTES * rows, "causal mask": is_causal * context_length**2}
     return {"q, k, v": 3 * operand} | alive | small
 
 

@@ -69,6 +69,5 @@ def recomputed(schedule: Schedule) -> int:
 
 def _reruns(segment):
     """Block forwards in one backward through a segment: its rerun, and those of the segments inside it."""
-    last = segment[-1]
-    skipped = block_count(last) if isinstance(last, tuple) else 0
-    return block_count(segment) - skipped + recomputed(segment)
+    rerun = segment[:-1] if isinstance(segment[-1], tuple) else segment
+    return block_count(rerun) + recomputed(segment)

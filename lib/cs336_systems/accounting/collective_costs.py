@@ -57,7 +57,7 @@ class AlphaBeta:
     @property
     def half_bandwidth_bytes(self) -> float:
         """The message that takes as long to start as to send, and so gets half the bandwidth."""
-        return self.latency_s / self.seconds_per_byte if self.seconds_per_byte else math.inf
+        return self.latency_s * self.bandwidth_gbps * 1e9
 
     def seconds(self, message_bytes: float) -> float:
         return self.latency_s + message_bytes * self.seconds_per_byte
@@ -103,4 +103,4 @@ def fit_collective(
 def reference_link(page, collective: str = "all_reduce", world_size: int = 2) -> AlphaBeta:
     """The fit of a collective over NCCL, by notebook 31's rows of the page's reference."""
     rows = page.reference_rows("collective_times", "distributed_communication_single_node")
-    return fit_collective(rows, collective=collective, world_size=world_size)
+    return fit_collective(rows, collective, world_size)

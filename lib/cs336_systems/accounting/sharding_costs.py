@@ -12,7 +12,9 @@ With P the bytes of float32 parameters and W ranks, AdamW's state is 2P; a categ
 (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections 5
 and 7.) FSDP in 16 bits gathers and reduces half as much; what stays gathered from forward to backward is
 gathered once. The rest is activations, gathered weights and what is being sent. Left out because small:
-temporaries with one number a row, padding, what the allocator and the matrix library keep.
+temporaries with one number a row, padding, DDP's fresh gradients of one bucket, what the allocator and the
+matrix library keep. With a few tokens, where embedding and head outweigh what the blocks save, the peak may
+lie elsewhere, and be higher.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from cs336_systems.accounting.collective_costs import MB, rank_bytes
 from cs336_systems.accounting.element_counts import FLOAT32_BYTES, Counts, dtype_bytes
 from cs336_systems.accounting.flops import parameter_breakdown, parameter_count
-from cs336_systems.accounting.model_memory import head_phases, saved_by_block
+from cs336_systems.accounting.model_memory import head_phases, parameter_bytes, saved_by_block
 from cs336_systems.configs import ModelConfig
 from cs336_systems.sharding import SHARDED, Sharding
 
@@ -61,16 +63,17 @@ def gathered_units(
 def _units(config, sharding):
     """How many numbers each unit has, by the name of its module, in the order of the forward."""
     d = config.d_model
-    projections = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.output_proj")
+    projections = (".attn.q_proj", ".attn.k_proj", ".attn.v_proj", ".attn.output_proj")
     weights = dict.fromkeys(projections, d * d)
-    weights |= dict.fromkeys(("ffn.w1", "ffn.w3", "ffn.w2"), d * config.d_ff)
-    norms = 0 if "norms" in sharding.replicates else 2 * d
-    blocks = {}
-    for block in range(config.num_layers):
-        if sharding.unit == "weight":
-            blocks |= {f"layers.{block}.{name}": numbers for name, numbers in weights.items()}
-        else:
-            blocks[f"layers.{block}"] = sum(weights.values()) + norms
+    weights |= dict.fromkeys((".ffn.w1", ".ffn.w3", ".ffn.w2"), d * config.d_ff)
+    if sharding.unit == "block":
+        norms = 0 if "norms" in sharding.replicates else 2 * d
+        weights = {"": sum(weights.values()) + norms}
+    blocks = {
+        f"layers.{block}{name}": numbers
+        for block in range(config.num_layers)
+        for name, numbers in weights.items()
+    }
     embedding = config.vocab_size * d  # and so much has the head
     if "token_embeddings" in sharding.stays:  # one unit with all that is around the blocks
         # The embedding, the head and the last norm.
@@ -91,7 +94,7 @@ def held_bytes(
         batch_size: sequences of this rank.
         device: "cuda", whose float32 attention lays its output out as the next projection reads it, or "cpu".
     """
-    whole = FLOAT32_BYTES * parameter_count(config)
+    whole = parameter_bytes(config)
     replicated = FLOAT32_BYTES * _numbers_in(config, sharding.replicates)
     share = replicated + (whole - replicated) / world_size
     tokens = TOKEN_BYTES * batch_size * context_length
@@ -134,7 +137,7 @@ def peak_phases(n: Counts, sharding: Sharding, world_size: int) -> dict[str, tup
     if "gradients" in sharding.shards:
         return _sharded_phases(n, sharding, world_size, block, alive)
     alive["last block"] = n.layers * block + _block_temporaries(n)
-    gradients = FLOAT32_BYTES * parameter_count(n.config)
+    gradients = parameter_bytes(n.config)
     return {phase: (gradients, rest) for phase, rest in alive.items()}
 
 
@@ -143,32 +146,37 @@ def _block_temporaries(n):
 
 
 def _sharded_phases(n, sharding, world_size, block, alive):
-    """`peak_phases` where parameters and gradients are sharded; block: what one saves, alive: at the head."""
+    """`peak_phases` where parameters and gradients are sharded; block: what one saves, alive: at the head.
+
+    A block is fullest where its backward begins, or where it ends if its gradients outweigh what it saved.
+    """
     # Of weights the largest: one of the feed-forward layer's.
     unit = n.itemsize * (n.feed_forward_weight if sharding.unit == "weight" else n.block_weights)
     ahead = sharding.ahead * unit
     stays = n.itemsize * _numbers_in(n.config, sharding.stays)
-    temporaries = _block_temporaries(n)
-    if sharding.copies:
-        # Before it computes, a unit that was copied from its buffer is there twice.
-        temporaries = max(temporaries, n.stream_itemsize * n.stream + unit)
-    in_block = temporaries + unit + ahead
-    head_share = FLOAT32_BYTES * n.head_weight / world_size
     head_gradient = n.itemsize * n.head_weight
-    # Gradients of the unit before are whole, as they are being reduced: the head's in the last block.
-    unreduced = unit
-    if "token_embeddings" in sharding.stays:
-        # One unit with the head: its weights stay until its gradients are reduced, behind all blocks.
-        head_share = 0.0
-        in_block += stays
-        unreduced += head_gradient
-    shares = head_share + FLOAT32_BYTES * (n.layers - 1) * n.block_weights / world_size
-    return {
+    head_share = FLOAT32_BYTES * n.head_weight / world_size
+    phases = {
         "loss": (0.0, alive["loss"] + stays),
         "output head": (0.0, alive["output head"] + stays + ahead),
-        "last block": (head_share, n.layers * block + in_block + head_gradient),
-        "first block": (shares, block + in_block + unreduced),
     }
+    in_block = unit + max(block + _block_temporaries(n), unit)
+    if "token_embeddings" in sharding.stays:
+        # One unit with the head: its weights stay until its gradients are reduced, behind all blocks.
+        in_block += stays + head_gradient
+        head_gradient = head_share = 0.0
+    for number in range(n.layers):
+        behind = n.layers - 1 - number
+        # Ahead of the first block is the embedding, as large as the head.
+        gathered = ahead if number else head_gradient
+        # Whole, as it is being reduced: the gradient of the unit behind.
+        unreduced = unit if behind else head_gradient
+        if n.itemsize < FLOAT32_BYTES and not sharding.copies:
+            # And what has arrived of it in 16 bits, beside the float32 share.
+            unreduced += unreduced / world_size
+        shares = head_share + FLOAT32_BYTES * behind * n.block_weights / world_size
+        phases[f"block {number}"] = (shares, number * block + in_block + gathered + unreduced)
+    return phases
 
 
 def memory_rows(held: Mapping[str, Mapping], predicted: Mapping[str, Mapping]) -> list[dict]:
