@@ -18,21 +18,19 @@ def mixed_batch(q, k, v, is_causal):
 
 def in_tf32(q, k, v, is_causal):
     """With the ten bits of mantissa that TF32 keeps."""
-    rounded = [x.view(torch.int32) & ~0x1FFF for x in (q, k, v)]
-    q, k, v = (x.view(torch.float32) for x in rounded)
-    return plain_attention(q, k, v, is_causal)
+    rounded = ((x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (q, k, v))
+    return plain_attention(*rounded, is_causal)
 
 
 def without_strides(q, k, v, is_causal):
-    q, k, v = map(as_contiguous, (q, k, v))
-    return plain_attention(q, k, v, is_causal)
+    return plain_attention(*map(as_contiguous, (q, k, v)), is_causal)
 
 
 class KeepsLogsumexpOfBase2(FlashAttentionPyTorch):
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
         o = FlashAttentionPyTorch.forward(ctx, q, k, v, is_causal)
-        ctx.save_for_backward(*ctx.to_save[:-1], ctx.to_save[-1] / math.log(2))
+        ctx.save_for_backward(*ctx.to_save[:-1], None, ctx.to_save[-1] / math.log(2))
         return o
 
 

@@ -230,3 +230,8 @@ def test_less_or_more_can_be_asked_for(capsys):
         checks.check_fsdp(not_ahead, only=("prefetch",))
     with pytest.raises(AssertionError, match="'speed' is unknown; allowed: shards, forward"):
         checks.check_fsdp(not_ahead, only=("speed",))
+    for world_size in (1, 3):
+        checks.check_gather_linear(
+            written("55", "GatherLinear").made(),
+            world_size=world_size,
+        )

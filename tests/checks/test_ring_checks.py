@@ -42,10 +42,8 @@ WRONG = {
 
 def drops_the_rest(mine, rank, n):
     """Cut into n equal pieces; what is left over is not added up."""
-    left = len(mine) % n
-    return torch.cat(
-        [(yield from usual_ring(mine[: len(mine) - left], rank, n)), mine[len(mine) - left :]]
-    )
+    end = len(mine) // n * n
+    return torch.cat([(yield from usual_ring(mine[:end], rank, n)), mine[end:]])
 
 
 def test_what_cannot_be_cut_evenly_is_not_lost(capsys):

@@ -2,8 +2,8 @@
 
 A mistake is shown as a sentence, and the notebook goes on:
 
-with step("the sum of a row") as check:
-    check("agrees with torch.sum", torch.allclose(my_sum(x), x.sum(-1)), "is the last block masked?")
+    with step("the sum of a row") as check:
+        check("agrees with torch.sum", torch.allclose(my_sum(x), x.sum(-1)), "is the last block masked?")
 """
 
 import contextlib
@@ -84,7 +84,7 @@ class StepCheck:
         AssertionError: it is None, no tensor, of another shape, dtype or device, or not finite.
         """
         if isinstance(result, int | float):
-            result = torch.tensor(result, dtype=wanted.dtype)
+            result = wanted.new_tensor(result)
         assert_tensor(property, result, wanted)
         assert result.isfinite().all() or not wanted.isfinite().all(), (
             f"{property}: it has NaN or infinities; {diagnosis}".removesuffix("; ")

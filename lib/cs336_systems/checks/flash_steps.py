@@ -207,7 +207,7 @@ _CASES = (
 
 
 def check_forward(check, attention, device="cpu"):
-    """Properties of `attention(q, k, v, is_causal)`, forward only."""
+    """Properties of the forward of `attention(q, k, v, is_causal)`, and of the logsumexp that it keeps."""
     _show_cases(check, attention, device, backward=False)
     q = _random_tiles(1, device)[:, :1]
     o = attention(q, -999 * q, q, False)
@@ -215,7 +215,7 @@ def check_forward(check, attention, device="cpu"):
 
 
 def check_backward(check, attention, device="cpu"):
-    """Properties of the gradients of `attention(q, k, v, is_causal)`, and of the logsumexp kept for them."""
+    """Those of the forward, and the gradients, in 16 bits too."""
     _show_cases(check, attention, device)
     _show(
         check,

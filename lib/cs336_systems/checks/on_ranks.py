@@ -30,6 +30,7 @@ def checker(properties, also_alone=False):
     all communication of a property is over. With MEET they meet where nothing is to be said yet. What holds
     is printed. Options that are not `wanted` are for the candidate, which may be defined in a notebook.
     It raises AssertionError: what is wrong, where, and how to mend it.
+    world_size: 1 to 4; the sizes of what is tried are made for them.
     also_alone: in the end every rank is asked all of it again, in a world of its own.
     """
 

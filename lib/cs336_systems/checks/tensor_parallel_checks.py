@@ -16,7 +16,7 @@ _CUTS = {"w1": 0, "w2": 1, "w3": 0}
 
 @checker
 def check_tensor_parallel(layer_class):
-    """Try a tensor-parallel SwiGLU layer in two CPU processes, against the whole layer.
+    """Try a tensor-parallel SwiGLU layer in `world_size` CPU processes, against the whole layer.
 
     It is called as `layer_class(full, group)` with the whole layer, equal on every rank, and needs parameters
     `.w1` and `.w3` (its rows of the whole ones), `.w2` (its columns), `forward(x)`; see `on_ranks.checker`.
@@ -107,7 +107,7 @@ def _both_passes(layer, x, gradient):
 
 def _adds_up(function, where, group):
     # By rank.
-    inputs = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+    inputs = 1 + torch.eye(dist.get_world_size())
     gradients = inputs + 100
     rank = dist.get_rank()
     x = inputs[rank].clone().requires_grad_()
@@ -138,13 +138,14 @@ def _sum_or_own(what, result, by_rank, is_sum):
 
 def _gathers(layer, group):
     torch.manual_seed(0)
+    world = dist.get_world_size()
     ranks = dist.get_process_group_ranks(group)
     n = len(ranks)
     rank = dist.get_rank(group)
     # Of the group's ranks: x (n, tokens, in), weight (n, out, in), gradient (n, all tokens, out).
-    xs = torch.randn(2, 4, 3).mT[ranks].requires_grad_()
-    weights = torch.randn(2, 5, 4)[ranks].requires_grad_()
-    gradients = torch.randn(2, 5, 6).mT[ranks, : 3 * n]
+    xs = torch.randn(world, 4, 3).mT[ranks].requires_grad_()
+    weights = torch.randn(world, 5, 4)[ranks].requires_grad_()
+    gradients = torch.randn(n, 5, 3 * n).mT
     outputs = xs.flatten(0, 1) @ weights.mT
     outputs.backward(gradients)
     x = xs[rank].detach().clone().requires_grad_()
@@ -161,7 +162,7 @@ def _gathers(layer, group):
         output.backward(gradients[rank])
     gathers_again = any("reduce" not in message.collective for message in backward)
     # A rank alone has nothing to gather, and what it keeps is the whole x.
-    if group is None and (kept >= xs.nbytes or not gathers_again):
+    if n > 1 and (kept >= xs.nbytes or not gathers_again):
         yield "the gathered input is kept for backward. Save x alone, and gather again."
     own_gradient = gradients[rank].chunk(n)[rank]
     yield from _wrong_gradients(x, weight, xs.grad, weights.grad, own_gradient, rank)
