@@ -2,8 +2,8 @@
 
 The order of forward is noted in the first pass. From then on, a parameter group is gathered while the one or
 two before it compute; in backward likewise, in the reverse order. A group is freed when it is done, in both.
-In backward a hook on the results of a module starts its gather early. If a result takes another way: autograd
-keeps a note of a gathered weight, and reading the note gathers the weight again (`_kept_weight`).
+In backward a hook on the results of a module starts its gather early. Where backward comes another way, it
+reads the note that autograd keeps in place of a gathered weight, and that gathers it again (`_kept_weight`).
 """
 
 from collections import deque

@@ -5,7 +5,7 @@
 
 What an importable module defines is imported by each worker; what a notebook or a script defines goes to it
 by value (cloudpickle). The same worker runs on several machines under `torchrun -m cs336_systems.parallel`.
-Without a GPU the workers are forks of a server that has imported torch once and ends with the caller.
+On Linux without a GPU they are forks of a server that has imported torch once and ends with the caller.
 (torch.multiprocessing and torch's elastic agent have no time limit, and report the dead process seen first.)
 """
 

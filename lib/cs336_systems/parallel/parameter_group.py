@@ -103,9 +103,7 @@ class ShardedWeight(NamedTuple):
     """A weight in two parameters, of which a module has the one that it needs."""
 
     parameter: nn.Parameter  # the module's own, which the optimizer sees: this rank's rows
-    whole: (
-        nn.Parameter
-    )  # the leaf of autograd's graph: it has memory only while its group is gathered
+    whole: nn.Parameter  # autograd's leaf; it has memory only while its group is gathered
 
 
 class State(Enum):

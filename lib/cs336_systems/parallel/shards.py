@@ -34,7 +34,7 @@ def fill_buckets(
     Args:
         tensors: parameters or gradients; only their sizes matter, so they may be on the meta device.
         order: indices in `tensors`, in the order in which they become ready.
-        bucket_bytes: the most a bucket holds; a larger tensor is a bucket of its own.
+        bucket_bytes: the most a bucket holds, padding apart; a larger tensor is a bucket of its own.
 
     Returns:
         Each bucket's indices in that order; the buckets in the order in which they become complete.

@@ -68,7 +68,7 @@ def _unwrapped_steps(
 ) -> DataParallelSteps:
     """The steps of a fresh model with this rank's share of the batch; they have no optimizer yet.
 
-    batch_size: sequences of all ranks.
+    batch_size: sequences of all ranks, a multiple of their number: what is left over is dropped.
     compiled: the model's blocks go through torch.compile.
     """
     model = build_model(
@@ -96,7 +96,7 @@ def steps_of(
 
     wrap: a wrapper of whole modules, such as `strategies.wrapper("naive")`.
     optimizer: a name of OPTIMIZERS.
-    shape: context_length, batch_size (sequences of all ranks), attention, compiled (its blocks).
+    shape: see `_unwrapped_steps`.
     """
     steps = _unwrapped_steps(config, context, dtype, **shape)
     steps.model = wrap(steps.model)
@@ -147,7 +147,7 @@ def training_drift(
 
     Args:
         runs: columns that its rows shall have, the wrapper, and the name of one of OPTIMIZERS.
-        batch_size: sequences of all ranks.
+        batch_size: sequences of all ranks, a multiple of their number.
     """
     share = batch_size // context.world_size
     mine = slice(context.rank * share, (context.rank + 1) * share)

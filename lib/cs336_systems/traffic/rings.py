@@ -1,7 +1,8 @@
 """The collectives as rings, hop by hop, with every send counted: Gloo and NCCL do not tell what they send.
 
-They have the parameters of torch.distributed, add up and average tensors on the CPU, and return the bytes
-that this rank has sent to its neighbour.
+They have the parameters of torch.distributed (but `src` of a broadcast is a rank of its group), add up
+tensors on the CPU whatever `op` is, divide for AVG, and return the bytes that this rank has sent to its
+neighbour.
 """
 
 from collections.abc import Callable, Sequence

@@ -70,7 +70,7 @@ def recursive(blocks: Sequence[Any]) -> Schedule:
 def from_start(blocks: Sequence[Any]) -> Schedule:
     """All blocks but the last are a segment, and so on inside it: every input is made from the very first.
 
-    No schedule needs less, memory O(1), and none runs more blocks again, N (N - 1) / 2.
+    No schedule needs less: memory O(1). It runs N (N - 1) / 2 blocks again.
     """
     schedule: Schedule = ()
     for block in blocks:

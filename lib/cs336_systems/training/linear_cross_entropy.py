@@ -2,7 +2,7 @@
 
 A chunk of tokens goes through the layer, its logits become their gradient in place, and that is multiplied
 back at once into the gradients of the hidden states and of the weight: all of backward but a factor happens
-in forward (Hsu et al. 2024, Liger Kernel). Memory: one chunk of logits, and the gradient of the weight in
+in forward (Hsu et al. 2024, Liger Kernel). Memory: one chunk of logits, and both gradients, the weight's in
 float32. FLOPs: those of the plain model. The factor, d(loss) / count, comes last and in float32: float16 has
 no room for softmax / 65,536.
 """
