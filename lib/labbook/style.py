@@ -17,11 +17,11 @@ from labbook.labels import family_of, is_text, ordered
 # (2008), told apart with every kind of colour vision.
 _NAMED = """\
 blue #0072B2
-sky #56B4E9
+vermillion #D55E00
 green #009E73
 orange #E69F00
-vermillion #D55E00
 purple #CC79A7
+sky #56B4E9
 black #22272E
 grey #6B7077
 silver #CBD2DB
@@ -30,19 +30,16 @@ brown #604418
 yellow #F0E442
 """
 COLORS = dict(line.split() for line in _NAMED.splitlines())
-BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE, INK, GREY, SILVER = list(COLORS.values())[:9]
+BLUE = COLORS["blue"]
+GREEN = COLORS["green"]
+INK = COLORS["black"]
+SILVER = COLORS["silver"]
+SKY = COLORS["sky"]
+VERMILLION = COLORS["vermillion"]
 MUTED = "#6B7280"
 PAPER = "#FFFFFF"
 ZONE = "#F3F4F6"  # where nothing could be measured
-_SPARE = [
-    BLUE,
-    VERMILLION,
-    GREEN,
-    ORANGE,
-    PURPLE,
-    SKY,
-    INK,
-]
+_SPARE = list(COLORS.values())[:7]  # the first come first
 
 
 def in_style() -> AbstractContextManager:
