@@ -49,7 +49,7 @@ def attention_peak_breakdown(
     rows = batch_size * context_length
     operand = dtype_bytes(dtype) * rows * d_head
     scores = FLOAT32_BYTES * rows * context_length
-    if pass_ == "forward":
+    if _FORWARDS[pass_] == 1:  # refuses what is no pass
         alive = {"scores": scores, "exponentials": scores, "their quotient": scores}
     else:
         alive = {
