@@ -127,10 +127,10 @@ def peak_phases(n: Counts, sharding: Sharding, world_size: int) -> dict[str, tup
     loss: everything saved, and three temporaries of the logits' size.
     output head: the gradients of its input and of its weight.
     last block: what the blocks saved, both gradients of silu(w1 x) * w3 x, the gradient of w2.
-    first block: what it saved, and all gradients but its own.
-    Buckets of gradients stay allocated; gradients that are sharded come one unit after the other. Beside
-    them the weights that are whole, and the whole gradients of the unit before, which are being reduced. What
-    stays gathered is freed with its gradients, except where it is one unit with the embedding.
+    block 0, block 1, ...: the same of each, where gradients are sharded and come one unit after the other.
+    Buckets of gradients stay allocated. Beside sharded ones are the weights that are whole, and the whole
+    gradients of the unit before, which are being reduced. What stays gathered is freed with its gradients,
+    except where it is one unit with the embedding.
     """
     block = sum(saved_by_block(n).values())
     alive = head_phases(n, n.layers * block)
